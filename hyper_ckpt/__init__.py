@@ -1,0 +1,82 @@
+"""hyper-ckpt: saves and loads the state of a distributed training job.
+
+Names are imported when they are first used: `import hyper_ckpt` loads no framework and next to nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from hyper_ckpt.version import VERSION
+
+__version__ = VERSION
+
+if TYPE_CHECKING:
+    from hyper_ckpt.api.load import LoadReport, load
+    from hyper_ckpt.api.read import read, read_metadata
+    from hyper_ckpt.api.save import save
+    from hyper_ckpt.api.verify import verify
+    from hyper_ckpt.engine.verify import VerifyReport
+    from hyper_ckpt.errors import CheckpointError
+    from hyper_ckpt.metadata import Metadata
+    from hyper_ckpt.options import LoadOptions, SaveOptions
+    from hyper_ckpt.planning.standard import StandardLoadPlanner, StandardSavePlanner
+    from hyper_ckpt.registry import use
+    from hyper_ckpt.storage.filesystem import FileSystemReader, FileSystemWriter
+    from hyper_ckpt.values import PerRank, ShardedTensor
+
+__all__ = [
+    "CheckpointError",
+    "FileSystemReader",
+    "FileSystemWriter",
+    "LoadOptions",
+    "LoadReport",
+    "Metadata",
+    "PerRank",
+    "SaveOptions",
+    "ShardedTensor",
+    "StandardLoadPlanner",
+    "StandardSavePlanner",
+    "VerifyReport",
+    "__version__",
+    "load",
+    "read",
+    "read_metadata",
+    "save",
+    "use",
+    "verify",
+]
+
+_HOME = {
+    "CheckpointError": "errors",
+    "FileSystemReader": "storage.filesystem",
+    "FileSystemWriter": "storage.filesystem",
+    "LoadOptions": "options",
+    "LoadReport": "api.load",
+    "Metadata": "metadata",
+    "PerRank": "values",
+    "SaveOptions": "options",
+    "ShardedTensor": "values",
+    "StandardLoadPlanner": "planning.standard",
+    "StandardSavePlanner": "planning.standard",
+    "VerifyReport": "engine.verify",
+    "load": "api.load",
+    "read": "api.read",
+    "read_metadata": "api.read",
+    "save": "api.save",
+    "use": "registry",
+    "verify": "api.verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""What users call. Each call is a short story told in terms of the rows above."""

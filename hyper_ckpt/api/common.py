@@ -1,0 +1,59 @@
+"""What every call needs: where, with which platform and store, and how errors find their way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from hyper_ckpt.agreement import Operation
+from hyper_ckpt.builtin.composite import CompositeTensors
+from hyper_ckpt.builtin.numpy_platform import SingleRank
+from hyper_ckpt.builtin.numpy_tensors import NumpyTensors
+from hyper_ckpt.contracts.platform import Platform, Tensors
+from hyper_ckpt.registry import registry
+
+CheckpointId = str | os.PathLike[str]
+
+
+def resolve_id(checkpoint_id: CheckpointId | None, own: str | None, what: str) -> str:
+    """The path or URL that a call speaks of.
+
+    Raises:
+        ValueError: none is given.
+    """
+    chosen = own if checkpoint_id is None else os.fspath(checkpoint_id)
+    if chosen is None:
+        raise ValueError(f"give checkpoint_id=, or a {what} that has a path")
+    return chosen
+
+
+def resolve_platform(platform: Platform | str | None, state: Any, no_dist: bool) -> Platform:
+    """The platform of a call; with `no_dist`, its tensors in a world of one."""
+    if isinstance(platform, str):
+        platform = registry().platform(platform)
+    chosen = platform or registry().choose(state)
+    return Platform(chosen.name, SingleRank(), chosen.tensors, chosen.stager) if no_dist else chosen
+
+
+def all_tensors(platform: Platform) -> Tensors:
+    """The platform's tensors, numpy arrays and sharded values."""
+    if isinstance(platform.tensors, CompositeTensors):
+        return platform.tensors
+    return CompositeTensors([platform.tensors, NumpyTensors()])
+
+
+def operation(platform: Platform, timeout: float) -> Operation:
+    """The next save or load of the platform's ranks."""
+    return Operation(platform.ranks, next(platform.operations), timeout)
+
+
+T = TypeVar("T")
+
+
+def attempt(action: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """Runs what only this rank does. Its error is not raised here: `Operation.agree` raises it on every rank."""
+    try:
+        return action(), None
+    except BaseException as error:
+        return None, error

@@ -1,0 +1,97 @@
+"""read and read_metadata: what a checkpoint holds, without a target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hyper_ckpt.api.common import CheckpointId, all_tensors, operation, resolve_id, resolve_platform
+from hyper_ckpt.api.load import LoadCall, Loading, Match
+from hyper_ckpt.api.views import metadata_of
+from hyper_ckpt.contracts.placement import StorageReader
+from hyper_ckpt.contracts.platform import Platform, TensorDescription
+from hyper_ckpt.engine.load import Stored
+from hyper_ckpt.engine.stage import from_host
+from hyper_ckpt.engine.workers import default_threads
+from hyper_ckpt.errors import MissingKeyError
+from hyper_ckpt.layout import Replicated
+from hyper_ckpt.metadata import Metadata
+from hyper_ckpt.options import DEFAULT_TIMEOUT, LoadOptions, Verify
+from hyper_ckpt.planning.standard import StandardLoadPlanner
+from hyper_ckpt.registry import registry
+from hyper_ckpt.state import decode_tree, rebuild, select, skeleton
+from hyper_ckpt.state.walk import prune, tensor_names
+from hyper_ckpt.storage.filesystem import FileSystemReader
+
+
+def read_metadata(
+    checkpoint_id: CheckpointId | None = None, *, storage_reader: StorageReader | None = None
+) -> Metadata:
+    """What a checkpoint holds: reads the manifest, no data.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+        ManifestError, VersionError: the manifest is damaged, or newer than this release.
+    """
+    where = resolve_id(checkpoint_id, storage_reader.checkpoint_id if storage_reader else None, "storage_reader")
+    return metadata_of((storage_reader or FileSystemReader()).at(where).load_metadata(registry().store(where)))
+
+
+def read(
+    checkpoint_id: CheckpointId,
+    *,
+    keys: Sequence[str] | None = None,
+    platform: Platform | str | None = None,
+    verify: Verify = "during",
+    options: LoadOptions | None = None,
+) -> dict[Any, Any]:
+    """Builds the saved state anew, in this process alone. Tensors come whole.
+
+    Where ranks saved different values, and for `PerRank`, it is rank 0's state (the lowest rank's that has any).
+
+    Args:
+        checkpoint_id: path or URL.
+        keys: only these names, and what lies below them.
+        platform: whose tensors to make; None makes numpy arrays (ml_dtypes where numpy has no such dtype).
+        verify: as for `load`.
+        options: as for `load`.
+
+    Raises:
+        MissingKeyError: a name in `keys` was not saved.
+        CheckpointNotFoundError, CorruptCheckpointError: as for `load`.
+    """
+    chosen = resolve_platform(platform or "numpy", None, no_dist=True)
+    tensors, store = all_tensors(chosen), registry().store(resolve_id(checkpoint_id, None, "storage_reader"))
+    manifest = FileSystemReader().load_metadata(store)
+    tree = select(decode_tree(manifest.state), 0).tree
+    if keys is not None:
+        tree, absent = prune(tree, [keys] if isinstance(keys, str) else list(keys))
+        if absent:
+            raise MissingKeyError(
+                f"{manifest.what} has no {', '.join(map(repr, absent))}: see `hyper-ckpt show`", absent
+            )
+    stored = [manifest.tensor(name) for name in tensor_names(tree)]
+    targets = {t.name: tensors.empty(TensorDescription(t.dtype, t.shape, Replicated())) for t in stored}
+    call = LoadCall(
+        chosen,
+        store,
+        FileSystemReader(store.url),
+        StandardLoadPlanner(),
+        options or LoadOptions(),
+        False,
+        verify,
+        False,
+        default_threads(),
+        None,
+    )
+    loading, files = Loading(call, operation(chosen, DEFAULT_TIMEOUT)), Stored(store, manifest, verify != "off")
+    loading.plan(skeleton(tree), manifest, Match(tree, (), wanted=dict(targets)), files).run()
+    return rebuild(
+        tree,
+        tensor=targets.__getitem__,
+        payload=lambda name: loading.payload(files, name),
+        blob=lambda name, node: loading.blob(files, name, node),
+        make_tensor=lambda dtype, shape, data: from_host(tensors, chosen.stager, dtype, shape, data),
+        codecs=registry().codecs(),
+        allow_pickle=call.options.allow_pickle,
+    )

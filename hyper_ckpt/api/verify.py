@@ -1,0 +1,33 @@
+"""verify: is a checkpoint what was saved?"""
+
+from __future__ import annotations
+
+from hyper_ckpt.api.common import CheckpointId, resolve_id
+from hyper_ckpt.engine.verify import Problem, Verifier, VerifyReport
+from hyper_ckpt.engine.workers import default_threads
+from hyper_ckpt.errors import CorruptCheckpointError
+from hyper_ckpt.manifest import MANIFEST_NAME
+from hyper_ckpt.registry import registry
+from hyper_ckpt.state import decode_tree
+from hyper_ckpt.storage.filesystem import FileSystemReader
+
+
+def verify(checkpoint_id: CheckpointId, *, threads: int | None = None) -> VerifyReport:
+    """Reads everything that a checkpoint stores and compares it with its digests.
+
+    Args:
+        checkpoint_id: path or URL.
+        threads: threads that read; None: one per processor, 2 to 8.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+        VersionError: it is newer than this release.
+        StoreError: the store cannot be reached.
+    """
+    store = registry().store(resolve_id(checkpoint_id, None, "storage_reader"))
+    try:
+        manifest = FileSystemReader().load_metadata(store)
+        decode_tree(manifest.state)
+    except CorruptCheckpointError as error:
+        return VerifyReport(0, (Problem(MANIFEST_NAME, "", 0, 0, str(error)),))
+    return Verifier(store, manifest, threads or default_threads()).run()

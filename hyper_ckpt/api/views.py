@@ -1,0 +1,110 @@
+"""Metadata, in the field's words, of a manifest or of what one rank saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hyper_ckpt.columns import Columns, Placed
+from hyper_ckpt.dtypes import dtype_of
+from hyper_ckpt.manifest import VERSION, Chunks, Manifest, StoredTensor
+from hyper_ckpt.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    LazyMapping,
+    Metadata,
+    MetadataIndex,
+    StorageInfo,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from hyper_ckpt.receipt import FileRecord
+from hyper_ckpt.state import Node, decode_tree, rebuild
+from hyper_ckpt.state.walk import values_by_kind
+
+
+def user_value(data: bytes) -> Any:
+    """What `save(user_metadata=...)` was given."""
+
+    def none(*_: Any) -> Any:
+        raise KeyError
+
+    return rebuild(decode_tree(data), tensor=none, payload=none, blob=none, make_tensor=none)["user"]
+
+
+def metadata_of(manifest: Manifest) -> Metadata:
+    """All that a manifest says; tensors are decoded when asked for."""
+    tree = decode_tree(manifest.state)
+    values = {name: BytesStorageMetadata(kind) for name, kind in values_by_kind(tree).items()}
+
+    def describe(name: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        return values[name] if name in values else _tensor(manifest.tensor(name))
+
+    def storage(name: str) -> tuple[tuple[MetadataIndex, StorageInfo], ...]:
+        return _storage(manifest.tensor(name), manifest.files)
+
+    return Metadata(
+        LazyMapping({**manifest.tensors, **values}, describe),
+        tree,
+        LazyMapping(manifest.tensors, storage),
+        manifest.version,
+        manifest.save_id,
+        manifest.world_size,
+        manifest.created,
+        {f.name: f.size for f in manifest.files},
+        user_value(manifest.user),
+    )
+
+
+def own_metadata(
+    columns: Columns, placed: Placed, files: list[FileRecord], tree: Node, facts: tuple[str, int, float, Any]
+) -> Metadata:
+    """What one rank saved, in the same words. `facts`: save id, world size, time, user metadata."""
+    table = columns.table
+    number_of = {name: i for i, name in enumerate(table.names)}
+
+    def stored(name: str) -> StoredTensor:
+        number = number_of[name]
+        rows = np.flatnonzero(columns.tensor == number)
+        d = len(table.shapes[number])
+        entry = placed.entry[rows]
+        chunks = Chunks(
+            columns.offsets[rows, :d], columns.sizes[rows, :d], placed.entry_file[entry], placed.entry_start[entry]
+        )
+        return StoredTensor(name, table.dtypes[number], table.shapes[number], (chunks,))
+
+    values = {name: BytesStorageMetadata(kind) for name, kind in values_by_kind(tree).items()}
+
+    def describe(name: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        return values[name] if name in values else _tensor(stored(name))
+
+    return Metadata(
+        LazyMapping({**dict.fromkeys(table.names), **values}, describe),
+        tree,
+        LazyMapping(dict.fromkeys(table.names), lambda name: _storage(stored(name), files)),
+        VERSION,
+        *facts[:3],
+        {f.name: f.size for f in files},
+        facts[3],
+    )
+
+
+def _tensor(stored: StoredTensor) -> TensorStorageMetadata:
+    chunks = stored.copies[0]
+    boxes = zip(chunks.offsets.tolist(), chunks.sizes.tolist(), strict=True)
+    return TensorStorageMetadata(
+        TensorProperties(stored.dtype), stored.shape, tuple(ChunkStorageMetadata(tuple(o), tuple(s)) for o, s in boxes)
+    )
+
+
+def _storage(stored: StoredTensor, files: Any) -> tuple[tuple[MetadataIndex, StorageInfo], ...]:
+    out = []
+    itemsize = dtype_of(stored.dtype).itemsize
+    for copy, chunks in enumerate(stored.copies):
+        for i in range(len(chunks.file)):
+            file = files[int(chunks.file[i])]
+            nbytes = int(np.prod(chunks.sizes[i], dtype=np.int64)) * itemsize
+            where = StorageInfo(file.name, file.data_start + int(chunks.start[i]), nbytes, copy)
+            out.append((MetadataIndex(stored.name, tuple(chunks.offsets[i].tolist()), i), where))
+    return tuple(out)

@@ -1,0 +1,31 @@
+"""The built-in platform and stores, announced through the same hooks as any plugin's."""
+
+from __future__ import annotations
+
+from hyper_ckpt.contracts.platform import Platform, PlatformSpec
+from hyper_ckpt.contracts.store import StoreSpec
+from hyper_ckpt.hookspecs import hookimpl
+
+
+def _no_world() -> int:
+    return 0
+
+
+def _load_numpy() -> Platform:
+    from hyper_ckpt.builtin.numpy_platform import numpy_platform
+
+    return numpy_platform()
+
+
+@hookimpl
+def hyper_ckpt_platforms() -> list[PlatformSpec]:
+    # numpy arrays do not vote for a platform: every framework's state may hold some.
+    return [PlatformSpec("numpy", (), _no_world, _load_numpy, "pip install hyper-ckpt")]
+
+
+@hookimpl
+def hyper_ckpt_stores() -> list[StoreSpec]:
+    return [
+        StoreSpec(("",), "hyper_ckpt.storage.local_store:LocalStore"),
+        StoreSpec(("memory",), "hyper_ckpt.storage.memory_store:MemoryStore"),
+    ]

@@ -1,0 +1,241 @@
+"""What a platform supplies: ranks, tensors, staging. Knows nothing of files or plans."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hyper_ckpt.layout import Layout
+
+Carrier = npt.NDArray[Any]
+ByteBuffer = npt.NDArray[np.uint8]
+
+
+class Pending(Protocol):
+    """Something that was started. `wait` returns when it is complete, or raises what went wrong."""
+
+    def wait(self) -> None: ...
+
+
+class Done:
+    """A `Pending` that is complete."""
+
+    def wait(self) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class TensorDescription:
+    """What a platform says of a tensor.
+
+    `dtype` is a name of `hyper_ckpt.dtypes`; `shape` the global shape. `has_memory` is False for a
+    target that is only a description (torch's meta device): a load replaces it by `Tensors.empty`.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    layout: Layout
+    has_memory: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class LocalShard:
+    """One box of a tensor that lies on this rank, `data` in the platform's own type."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    data: Any
+
+
+class Mailbox(ABC):
+    """Small named messages between ranks. No call waits for another rank; usable from any thread.
+
+    Keys are ASCII; values at most a few MiB.
+    """
+
+    @abstractmethod
+    def set(self, key: str, value: bytes) -> None:
+        """Stores `value` for every rank to see."""
+
+    @abstractmethod
+    def get(self, key: str) -> bytes | None:
+        """The value, or None while nobody has set it."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Forgets a key; an absent one is fine."""
+
+
+class Ranks(ABC):
+    """The ranks of one process group, numbered 0..world_size-1, and their collectives.
+
+    Collectives are called in the caller's thread, by all ranks in the same order, and only after
+    all have met in the mailbox. They move control data: the training's own group is never used.
+    """
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """This process's number inside the group."""
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    @abstractmethod
+    def mailbox(self) -> Mailbox:
+        """The group's mailbox."""
+
+    @abstractmethod
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Small values of every rank, in rank order."""
+
+    @abstractmethod
+    def gather_bytes(self, data: bytes) -> list[bytes] | None:
+        """Everybody's bytes at rank 0 (None elsewhere)."""
+
+    @abstractmethod
+    def scatter_bytes(self, parts: Sequence[bytes] | None) -> bytes:
+        """Part r of rank 0's `parts` at rank r."""
+
+    @abstractmethod
+    def broadcast_into(self, buffers: Sequence[ByteBuffer], src: int, group: Any = None) -> Pending:
+        """Sends rank `src`'s buffers into the same-sized buffers of every member of `group` (None: all ranks).
+
+        Buffers are contiguous uint8 host arrays, not to be touched until the Pending is waited for.
+        `src` counts in this object's ranks.
+        """
+
+    @abstractmethod
+    def groups(self, rank_sets: Sequence[tuple[int, ...]]) -> list[Any]:
+        """A handle per rank set, for `broadcast_into`; None for sets this rank is not in.
+
+        All ranks pass the same sorted sets in the same order. Handles are kept and reused.
+        """
+
+
+class Tensors(ABC):
+    """How a framework's tensors look from outside."""
+
+    @abstractmethod
+    def describe(self, value: Any) -> TensorDescription | None:
+        """Describes a tensor of this platform; None for anything else.
+
+        Raises:
+            UnsupportedStateError: it is a tensor, but of a kind that cannot be stored (why is in the message).
+        """
+
+    @abstractmethod
+    def local_shards(self, value: Any) -> list[LocalShard]:
+        """The boxes that this rank holds, none or empty ones included, checked against the layout."""
+
+    @abstractmethod
+    def host_view(self, shard: LocalShard) -> Carrier | None:
+        """The shard's memory as an array of carriers of shape `shard.sizes`, strided as it lies, valid while
+        `shard.data` lives and complete once pending work on it has run. None where it is not in host memory."""
+
+    @abstractmethod
+    def writable(self, shard: LocalShard) -> Carrier | None:
+        """Like `host_view`, but writes through it change the tensor in place. None: use `Stager.copy_in`.
+
+        Raises:
+            TargetError: the tensor cannot be written into.
+        """
+
+    @abstractmethod
+    def fingerprint(self, shards: Sequence[LocalShard]) -> bytes:
+        """8 bytes that differ where contents differ: whole under 1 MiB, sampled above
+        (`hyper_ckpt.contracts.platform.sampled_fingerprint` does it for host memory)."""
+
+    @abstractmethod
+    def empty(self, description: TensorDescription, like: Any = None) -> Any:
+        """A new tensor. `like` is a value of the platform to copy device and distribution from."""
+
+    @abstractmethod
+    def storage_key(self, shard: LocalShard) -> Hashable | None:
+        """Equal for two shards that are the same elements of the same memory; None for empty shards."""
+
+
+class Stager(ABC):
+    """Moves bytes between device memory and host buffers."""
+
+    @abstractmethod
+    def buffer(self, nbytes: int) -> ByteBuffer:
+        """A host buffer of at least `nbytes` (pinned where that helps), pooled. Usable from any thread."""
+
+    @abstractmethod
+    def release(self, buffer: ByteBuffer) -> None:
+        """Gives a buffer back; only after its Pending was waited for."""
+
+    @abstractmethod
+    def copy_out(self, shard: LocalShard, buffer: ByteBuffer) -> Pending:
+        """Copies the shard, row-major, into `buffer`; starts after the work queued on the caller's stream."""
+
+    @abstractmethod
+    def copy_in(self, buffer: ByteBuffer, shard: LocalShard) -> Pending:
+        """Copies row-major bytes into the shard; the caller's stream is ordered behind it."""
+
+
+@dataclass(eq=False)
+class Platform:
+    """One process group's view of a framework: the three contracts, and what belongs to the group.
+
+    `operations` numbers the saves and loads of the group, the same on every rank.
+    """
+
+    name: str
+    ranks: Ranks
+    tensors: Tensors
+    stager: Stager
+    operations: Iterator[int] = field(default_factory=itertools.count)
+
+
+@dataclass(frozen=True)
+class PlatformSpec:
+    """How a plugin announces a platform. Only `load` may import the framework.
+
+    Args:
+        name: unique, e.g. "torch".
+        modules: top-level modules whose types are this platform's tensors, e.g. ("torch", "torch_npu").
+        active: world size of the framework's process group as seen in `sys.modules`; 0 if it is not
+            imported or not initialised. Imports nothing.
+        load: the Platform of the default process group, the same instance while that group lives.
+        install: the command that installs what `load` needs.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    active: Callable[[], int]
+    load: Callable[[], Platform]
+    install: str
+
+
+WHOLE_FINGERPRINT_BYTES = 1 << 20
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+
+
+def sampled_fingerprint(views: Sequence[Carrier]) -> bytes:
+    """8 bytes over arrays in host memory: all bytes under 1 MiB, else 64 evenly spaced pieces of 4 KiB."""
+    import xxhash
+
+    digest = xxhash.xxh3_64()
+    for view in views:
+        flat = np.ascontiguousarray(view) if view.nbytes < WHOLE_FINGERPRINT_BYTES else view
+        if flat.nbytes < WHOLE_FINGERPRINT_BYTES:
+            digest.update(flat.reshape(-1).view(np.uint8).data)
+            continue
+        count = max(_SAMPLE_BYTES // flat.itemsize, 1)
+        for start in np.linspace(0, flat.size - count, _SAMPLES).astype(np.int64):
+            part = (
+                flat.reshape(-1)[start : start + count] if flat.flags.c_contiguous else flat.flat[start : start + count]
+            )
+            digest.update(np.ascontiguousarray(part).view(np.uint8).data)
+    return digest.digest()

@@ -1,0 +1,1 @@
+"""Executes plans: moves bytes, counts them, and commits."""

@@ -1,0 +1,184 @@
+"""Reads parts of stored pieces, verified block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hyper_ckpt.box import contiguous_dim, cut
+from hyper_ckpt.contracts.platform import Carrier, Stager
+from hyper_ckpt.contracts.store import ByteStore
+from hyper_ckpt.engine.budget import Budget
+from hyper_ckpt.engine.digest import Digests, block_count, block_digest
+from hyper_ckpt.engine.workers import Task
+from hyper_ckpt.errors import DigestError
+from hyper_ckpt.receipt import BLOCK_BYTES
+
+SEGMENT_BYTES = 16 * BLOCK_BYTES
+"""One task of a large run, and the most that is read at once for a strided one."""
+MAX_GAP_BYTES = 64 << 10
+"""Unwanted bytes between two runs up to which one read over both is cheaper."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A stored piece: file, bytes from the file's beginning, bytes, digests of its blocks (None: not verified)."""
+
+    name: str
+    file: str
+    base: int
+    nbytes: int
+    digests: Digests | None
+
+
+@dataclass(frozen=True, eq=False)
+class PieceReader:
+    """Reads from pieces into host memory.
+
+    Args:
+        scratch_bytes: the most that one task holds besides the target.
+    """
+
+    store: ByteStore
+    stager: Stager
+    budget: Budget
+    scratch_bytes: int
+
+    def tasks(
+        self, piece: Piece, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], target: Carrier
+    ) -> Iterator[Task]:
+        """Tasks that fill `target` with a sub-box of a piece.
+
+        Args:
+            piece: stores a box of `shape` elements, row-major.
+            offsets, sizes: the sub-box, relative to the piece.
+            target: carriers of shape `sizes`.
+        """
+        strides = _strides(shape)
+        if contiguous_dim(shape, sizes) == 0 and target.flags.c_contiguous:
+            start = sum(o * s for o, s in zip(offsets, strides, strict=True)) * target.itemsize
+            yield from self._runs(piece, start, target.reshape(-1).view(np.uint8))
+            return
+        for low, part in _slabs(offsets, sizes, strides, target.itemsize, self.scratch_bytes - 2 * BLOCK_BYTES):
+            inner = cut(target, [a - o for a, o in zip(low, offsets, strict=True)], part)
+            yield lambda low=low, part=part, inner=inner: self._read_slab(piece, strides, low, part, inner)  # type: ignore[misc]
+
+    def verify_tasks(
+        self, piece: Piece, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], itemsize: int
+    ) -> Iterator[Task]:
+        """Tasks that check the blocks that a sub-box touches, without a target."""
+        strides = _strides(shape)
+        blocks: set[int] = set()
+        for low, part in _slabs(offsets, sizes, strides, itemsize, self.scratch_bytes):
+            start, span = _span(low, part, strides, itemsize)
+            blocks.update(range(start // BLOCK_BYTES, block_count(start + span)))
+        for number in sorted(blocks):
+            yield lambda number=number: self._check_block(piece, number)  # type: ignore[misc]
+
+    def _check_block(self, piece: Piece, number: int) -> None:
+        with self.budget.hold(BLOCK_BYTES):
+            buffer = self.stager.buffer(BLOCK_BYTES)
+            try:
+                self._read_block(piece, number, buffer.data)
+            finally:
+                self.stager.release(buffer)
+
+    def _runs(self, piece: Piece, start: int, target: Carrier) -> Iterator[Task]:
+        """Tasks for one contiguous run, cut where blocks begin."""
+        stop, at = start + len(target), start
+        while at < stop:
+            end = min((at // SEGMENT_BYTES + 1) * SEGMENT_BYTES, stop)
+            yield lambda at=at, end=end: self._run(piece, at, target[at - start : end - start])  # type: ignore[misc]
+            at = end
+
+    def _run(self, piece: Piece, start: int, target: Carrier) -> None:
+        # All that a task may hold is taken at once: tasks that hold some and want more could wait for each other.
+        with self.budget.hold(BLOCK_BYTES):
+            self.read_run(piece, start, target.data)
+
+    def read_run(self, piece: Piece, start: int, target: memoryview) -> None:
+        """Fills `target` with bytes from `start` of the piece; whole blocks go straight into it.
+
+        Raises:
+            DigestError: a block is damaged.
+        """
+        if piece.digests is None:
+            self.store.read_into(piece.file, [(piece.base + start, len(target))], [target])
+            return
+        stop, at = start + len(target), start
+        while at < stop:
+            number = at // BLOCK_BYTES
+            low, high = number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, piece.nbytes)
+            end = min(high, stop)
+            if at == low and end == high:
+                self._read_block(piece, number, target[at - start : end - start])
+            else:
+                buffer = self.stager.buffer(BLOCK_BYTES)
+                try:
+                    self._read_block(piece, number, buffer.data)
+                    target[at - start : end - start] = buffer.data[at - low : end - low]
+                finally:
+                    self.stager.release(buffer)
+            at = end
+
+    def _read_block(self, piece: Piece, number: int, into: memoryview) -> None:
+        low = number * BLOCK_BYTES
+        block = into[: min(BLOCK_BYTES, piece.nbytes - low)]
+        self.store.read_into(piece.file, [(piece.base + low, len(block))], [block])
+        if piece.digests is not None and block_digest(block) != int(piece.digests[number]):
+            raise DigestError(
+                f"{piece.file}: bytes {piece.base + low} to {piece.base + low + len(block)} ({piece.name!r}) differ "
+                "from what was saved. The target may be partly filled: load an earlier checkpoint"
+            )
+
+    def _read_slab(
+        self, piece: Piece, strides: tuple[int, ...], low: tuple[int, ...], sizes: tuple[int, ...], target: Carrier
+    ) -> None:
+        """Reads the span of a sub-box and copies the box out of it."""
+        start, span = _span(low, sizes, strides, target.itemsize)
+        with self.budget.hold(span + BLOCK_BYTES):
+            buffer = self.stager.buffer(span)
+            try:
+                self.read_run(piece, start, buffer.data[:span])
+                steps = tuple(s * target.itemsize for s in strides)
+                target[...] = np.ndarray(sizes, target.dtype, buffer, 0, steps)
+            finally:
+                self.stager.release(buffer)
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides in elements."""
+    out, step = [], 1
+    for n in reversed(shape):
+        out.append(step)
+        step *= n
+    return tuple(reversed(out))
+
+
+def _span(low: Sequence[int], sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, int]:
+    """Where a sub-box begins in its piece and how many bytes it spans, gaps included."""
+    start = sum(a * s for a, s in zip(low, strides, strict=True))
+    return start * itemsize, (sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) + 1) * itemsize
+
+
+def _slabs(
+    offsets: tuple[int, ...], sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int, limit: int, dim: int = 0
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cuts a sub-box into parts that span at most `limit` bytes and have no large gaps."""
+    if dim == len(sizes):
+        yield offsets, sizes
+        return
+    _, inner = _span(offsets, (1,) * (dim + 1) + sizes[dim + 1 :], strides, itemsize)
+    step = strides[dim] * itemsize
+    apart = inner > limit or step - inner > MAX_GAP_BYTES
+    count = 1 if apart else max((limit - inner) // step + 1, 1)
+    for at in range(0, sizes[dim], count):
+        n = min(count, sizes[dim] - at)
+        low = (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :])
+        part = (*sizes[:dim], n, *sizes[dim + 1 :])
+        if n == 1:
+            yield from _slabs(low, part, strides, itemsize, limit, dim + 1)
+        else:
+            yield low, part

@@ -1,0 +1,115 @@
+"""Checks everything that a checkpoint stores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from hyper_ckpt.contracts.store import ByteStore
+from hyper_ckpt.engine.digest import block_digest
+from hyper_ckpt.engine.load import check_file
+from hyper_ckpt.engine.workers import run_all
+from hyper_ckpt.errors import CheckpointError
+from hyper_ckpt.manifest import Manifest
+from hyper_ckpt.receipt import Receipt, decode_receipt, receipt_name
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: in which file, which tensor or value (or ""), which bytes of the file, and what."""
+
+    file: str
+    name: str
+    start: int
+    stop: int
+    what: str
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The result of `verify`: bytes checked, and every problem found."""
+
+    bytes_checked: int
+    problems: tuple[Problem, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+
+class Verifier:
+    """Checks receipts, headers, every block of every piece, and that every tensor is stored whole.
+
+    Args:
+        store: where the checkpoint lies.
+        manifest: its manifest.
+        threads: threads that read.
+    """
+
+    def __init__(self, store: ByteStore, manifest: Manifest, threads: int) -> None:
+        self._store, self._manifest, self._threads = store, manifest, threads
+        self._problems: list[Problem] = []
+        self._checked = 0
+        self._names: dict[tuple[str, int], str] = {}
+
+    def run(self) -> VerifyReport:
+        """Checks everything; a problem does not end it."""
+        self._check_tensors()
+        for record in self._manifest.files:
+            self._attempt(record.name, lambda record=record: check_file(self._store, record))  # type: ignore[misc]
+        covered: dict[str, int] = {}
+        for rank, digest in enumerate(self._manifest.receipts):
+            name = receipt_name(rank, self._manifest.save_id)
+            receipt = self._attempt(name, lambda n=name, d=digest: decode_receipt(self._store.read(n), d, n))  # type: ignore[misc]
+            if receipt is not None:
+                self._check_pieces(receipt, covered)
+        for record in self._manifest.files:
+            if covered.get(record.name, 0) != record.size - record.data_start:
+                text = f"{covered.get(record.name, 0)} of {record.size - record.data_start} bytes have digests"
+                self._problems.append(Problem(record.name, "", record.data_start, record.size, text))
+        return VerifyReport(self._checked, tuple(self._problems))
+
+    def _check_tensors(self) -> None:
+        """Decodes every tensor, which proves that its chunks cover it, and notes which bytes are whose."""
+        for name in self._manifest.tensors:
+            stored = self._attempt("manifest.json", lambda name=name: self._manifest.tensor(name))  # type: ignore[misc]
+            for chunks in stored.copies if stored else ():
+                for file, start in zip(chunks.file.tolist(), chunks.start.tolist(), strict=True):
+                    self._names[self._manifest.files[file].name, start] = name
+
+    def _check_pieces(self, receipt: Receipt, covered: dict[str, int]) -> None:
+        payload_of = {number: name for name, number in receipt.payloads.items()}
+        tasks = []
+        for number, piece in enumerate(receipt.pieces):
+            file = receipt.files[piece.file]
+            covered[file.name] = covered.get(file.name, 0) + piece.nbytes
+            name = self._names.get((file.name, piece.start), payload_of.get(number, ""))
+            for i, digest in enumerate(piece.blocks().tolist()):
+                low = file.data_start + piece.start + i * receipt.block_bytes
+                high = min(low + receipt.block_bytes, file.data_start + piece.start + piece.nbytes)
+                tasks.append(lambda f=file.name, n=name, a=low, b=high, d=digest: self._check_block(f, n, a, b, d))
+        run_all(tasks, self._threads)
+
+    def _check_block(self, file: str, name: str, low: int, high: int, digest: int) -> None:
+        buffer = np.empty(high - low, np.uint8)
+        try:
+            self._store.read_into(file, [(low, high - low)], [buffer.data])
+        except CheckpointError as error:
+            self._problems.append(Problem(file, name, low, high, str(error)))
+            return
+        self._checked += high - low
+        if block_digest(buffer.data) != digest:
+            self._problems.append(Problem(file, name, low, high, "the bytes differ from what was saved"))
+
+    def _attempt(self, file: str, check: Callable[[], T]) -> T | None:
+        try:
+            return check()
+        except CheckpointError as error:
+            self._problems.append(Problem(file, "", 0, 0, str(error)))
+            return None

@@ -1,0 +1,46 @@
+"""What a plugin may announce. Hooks return data; behaviour is in the contracts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pluggy
+
+from hyper_ckpt.contracts.codec import Codec
+from hyper_ckpt.contracts.platform import PlatformSpec
+from hyper_ckpt.contracts.store import StoreSpec
+
+PROJECT = "hyper_ckpt"
+"""Name of the entry-point group and of the pluggy project."""
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@dataclass(frozen=True)
+class CodecSpec:
+    """How a plugin announces codecs.
+
+    Args:
+        modules: top-level modules whose types they store; `load` is called once one of them is imported.
+        load: the codecs.
+    """
+
+    modules: tuple[str, ...]
+    load: Callable[[], Sequence[Codec]]
+
+
+@hookspec
+def hyper_ckpt_platforms() -> list[PlatformSpec]:  # type: ignore[empty-body]
+    """Platforms of this plugin."""
+
+
+@hookspec
+def hyper_ckpt_stores() -> list[StoreSpec]:  # type: ignore[empty-body]
+    """Byte stores of this plugin."""
+
+
+@hookspec
+def hyper_ckpt_codecs() -> list[CodecSpec]:  # type: ignore[empty-body]
+    """Codecs of this plugin."""

@@ -1,0 +1,363 @@
+"""The manifest: what a checkpoint holds and where. Values <-> bytes; see docs/format.md."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from hyper_ckpt.box import IntArray, element_counts
+from hyper_ckpt.columns import Columns, Placed
+from hyper_ckpt.dtypes import BY_NAME
+from hyper_ckpt.errors import ManifestError, VersionError
+from hyper_ckpt.receipt import PLAIN_NAME, ZERO_DIGEST, FileRecord, check_seal, seal
+
+MANIFEST_NAME = "manifest.json"
+FORMAT, VERSION = "hyper-ckpt", 1
+MAX_DIMS = 64
+
+
+class Part(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The chunks of a tensor that make one copy: cells of a grid, or explicit columns.
+
+    `start` counts bytes from the data section of each chunk's file: one number where all are equal.
+    """
+
+    grid: int | None = None
+    start: int | list[int] = 0
+    offsets: list[list[int]] = []
+    sizes: list[list[int]] = []
+    files: list[int] = []
+
+
+class TensorRow(Part, frozen=True, omit_defaults=True):
+    """A tensor of the manifest; the inherited fields are the copy that covers it."""
+
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    copies: list[Part] = []
+
+
+class Grid(msgspec.Struct, frozen=True, array_like=True):
+    """Where the cells of a grid begin in each dimension, and the list of files, one per cell, row-major."""
+
+    cuts: list[list[int]]
+    files: int
+
+
+class _Document(msgspec.Struct, frozen=True):
+    format: str
+    version: int
+    digest: str
+    save_id: str
+    world_size: int
+    created: float
+    library: str
+    files: list[FileRecord]
+    receipts: list[str]
+    file_lists: list[list[int]]
+    grids: list[msgspec.Raw]
+    tensors: dict[str, msgspec.Raw]
+    state: msgspec.Raw
+    user: msgspec.Raw
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The stored chunks of one copy of a tensor: boxes (n, d), file numbers and starts (n,)."""
+
+    offsets: IntArray
+    sizes: IntArray
+    file: IntArray
+    start: IntArray
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as stored; `copies[0]` covers it, further ones may be partial."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    copies: tuple[Chunks, ...]
+
+
+class Manifest:
+    """A decoded manifest. Tensors and grids are decoded when asked for.
+
+    Args:
+        data: the file's bytes.
+        what: how errors call it.
+
+    Raises:
+        ManifestError: damaged or hostile.
+        VersionError: written by a newer format.
+    """
+
+    def __init__(self, data: bytes, what: str = MANIFEST_NAME) -> None:
+        check_seal(data, what)
+        self.data, self.what = data, what
+        try:
+            head = msgspec.json.decode(data, type=_Head)
+            if head.format != FORMAT:
+                raise ValueError(f"format is {head.format!r}")
+            if head.version > VERSION:
+                raise VersionError(
+                    f"{what} has format version {head.version}; this release reads up to {VERSION}. "
+                    f"It was written by hyper-ckpt {head.library}: install that release or a later one"
+                )
+            self._document = msgspec.json.decode(data, type=_Document)
+            self._check()
+        except (msgspec.ValidationError, msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise ManifestError(f"{what} is not a valid manifest: {error}") from error
+        self._grids: dict[int, Grid] = {}
+
+    def _check(self) -> None:
+        document = self._document
+        names = [f.name for f in document.files]
+        if len(set(names)) != len(names) or any(not PLAIN_NAME.fullmatch(n) for n in names):
+            raise ValueError("file names must be plain, relative and distinct")
+        if document.world_size < 1 or len(document.receipts) != document.world_size:
+            raise ValueError("one receipt digest per rank is required")
+        for f in document.files:
+            if not 0 < f.data_start <= f.size < 1 << 60 or not 0 <= f.rank < document.world_size:
+                raise ValueError(f"the sizes of {f.name} are out of bounds")
+        if any(not 0 <= n < len(names) for row in document.file_lists for n in row):
+            raise ValueError("a file list names no file")
+
+    @property
+    def save_id(self) -> str:
+        """16 hex digits, unique per save."""
+        return self._document.save_id
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that saved."""
+        return self._document.world_size
+
+    @property
+    def version(self) -> int:
+        """Of the format."""
+        return self._document.version
+
+    @property
+    def created(self) -> float:
+        """Seconds since the epoch."""
+        return self._document.created
+
+    @property
+    def files(self) -> Sequence[FileRecord]:
+        """The data files."""
+        return self._document.files
+
+    @property
+    def receipts(self) -> Sequence[str]:
+        """The digest of each rank's receipt."""
+        return self._document.receipts
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """Names of the tensors, in the order of the state; values are private."""
+        return self._document.tensors
+
+    @functools.cached_property
+    def state(self) -> bytes:
+        """The nested state, as `hyper_ckpt.state.encode_tree` wrote it."""
+        return bytes(self._document.state)
+
+    @functools.cached_property
+    def user(self) -> bytes:
+        """What `save(user_metadata=...)` was given, as a tree."""
+        return bytes(self._document.user)
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Decodes one tensor.
+
+        Raises:
+            KeyError: there is none of this name.
+            ManifestError: what the manifest says of it is invalid.
+        """
+        raw = self._document.tensors[name]
+        try:
+            row = msgspec.json.decode(raw, type=TensorRow)
+            if row.dtype not in BY_NAME:
+                raise ValueError(f"unknown dtype {row.dtype!r}")
+            if len(row.shape) > MAX_DIMS or any(n < 0 for n in row.shape) or _product(row.shape) >= 1 << 60:
+                raise ValueError(f"impossible shape {row.shape}")
+            copies = tuple(self._chunks(part, row.dtype, row.shape) for part in (row, *row.copies))
+        except (msgspec.ValidationError, ValueError, OverflowError) as error:
+            raise ManifestError(f"{self.what}: tensor {name!r} is invalid: {error}") from error
+        return StoredTensor(name, row.dtype, row.shape, copies)
+
+    def _chunks(self, part: Part, dtype: str, shape: tuple[int, ...]) -> Chunks:
+        if part.grid is not None:
+            offsets, sizes, file = self._cells(part.grid, shape)
+        else:
+            n = len(part.files)
+            if len(part.offsets) != n or len(part.sizes) != n:
+                raise ValueError("columns of different lengths")
+            offsets = np.array(part.offsets, np.int64).reshape(n, len(shape))
+            sizes = np.array(part.sizes, np.int64).reshape(n, len(shape))
+            file = np.array(part.files, np.int64)
+        start = np.broadcast_to(np.array(part.start, np.int64), (len(file),)).copy()
+        whole = np.array(shape, np.int64).reshape(1, -1)
+        if (offsets < 0).any() or (sizes <= 0).any() or (offsets + sizes > whole).any() or (start < 0).any():
+            raise ValueError("a chunk leaves the tensor")
+        if ((file < 0) | (file >= len(self.files))).any():
+            raise ValueError("a chunk names no file")
+        room = self._room[file] if len(file) else start
+        if (start + element_counts(sizes) * BY_NAME[dtype].itemsize > room).any():
+            raise ValueError("a chunk leaves its file")
+        return Chunks(offsets, sizes, file, start)
+
+    @functools.cached_property
+    def _room(self) -> IntArray:
+        return np.array([f.size - f.data_start for f in self.files], np.int64)
+
+    def _cells(self, number: int, shape: tuple[int, ...]) -> tuple[IntArray, IntArray, IntArray]:
+        if not 0 <= number < len(self._document.grids):
+            raise ValueError("no such grid")
+        if number not in self._grids:
+            self._grids[number] = msgspec.json.decode(self._document.grids[number], type=Grid)
+        grid = self._grids[number]
+        lists = self._document.file_lists
+        if len(grid.cuts) != len(shape) or not 0 <= grid.files < len(lists):
+            raise ValueError("the grid does not fit")
+        file = np.array(lists[grid.files], np.int64)
+        # Bounded by the list of files before anything of that size is made.
+        if _product([len(c) for c in grid.cuts]) != len(file):
+            raise ValueError("the grid has not one file per cell")
+        starts = [np.array(c, np.int64) for c in grid.cuts]
+        lengths = [np.diff(np.append(c, n)) for c, n in zip(starts, shape, strict=True)]
+        if not shape:
+            return np.zeros((1, 0), np.int64), np.zeros((1, 0), np.int64), file
+        offsets = np.stack([a.reshape(-1) for a in np.meshgrid(*starts, indexing="ij")], axis=1)
+        sizes = np.stack([a.reshape(-1) for a in np.meshgrid(*lengths, indexing="ij")], axis=1)
+        return offsets, sizes, file
+
+
+class _Head(msgspec.Struct, frozen=True):
+    format: str
+    version: int
+    library: str = "unknown"
+
+
+def _product(numbers: Iterable[int]) -> int:
+    out = 1
+    for n in numbers:
+        out *= n
+    return out
+
+
+@dataclass(frozen=True)
+class ManifestContent:
+    """What `encode_manifest` needs beside the chunks. `state` and `user` are JSON bytes."""
+
+    save_id: str
+    world_size: int
+    created: float
+    library: str
+    files: Sequence[FileRecord]
+    receipts: Sequence[str]
+    state: bytes
+    user: bytes
+    order: Sequence[str]
+    ties: Mapping[str, str]
+
+
+def encode_manifest(content: ManifestContent, columns: Columns, placed: Placed) -> bytes:
+    """The bytes of a manifest.
+
+    Args:
+        content: everything else; `files` may hold more files than `placed`; `order` gives the order of names.
+            `ties` maps names to those whose bytes they are.
+        columns: all chunks, in canonical order (tensor, copy, offsets).
+        placed: where they lie, chunk i in entry i.
+    """
+    writer = _GridWriter({f.name: i for i, f in enumerate(content.files)}, placed.files)
+    file, start = placed.entry_file[placed.entry], chunk_starts(columns, placed)
+    rows: dict[str, TensorRow] = {}
+    key = np.stack([columns.tensor, columns.copy], axis=1)
+    firsts = np.flatnonzero(np.r_[True, (np.diff(key, axis=0) != 0).any(axis=1)]) if len(key) else np.zeros(0, np.int64)
+    parts: dict[int, list[Part]] = {}
+    for low, high in zip(firsts, np.r_[firsts[1:], len(key)], strict=True):
+        number = int(columns.tensor[low])
+        d = len(columns.table.shapes[number])
+        part = writer.part(
+            columns.table.shapes[number],
+            columns.offsets[low:high, :d],
+            columns.sizes[low:high, :d],
+            file[low:high],
+            start[low:high],
+        )
+        parts.setdefault(number, []).append(part)
+    for number, name in enumerate(columns.table.names):
+        first, *copies = parts.get(number, [Part()])
+        rows[name] = TensorRow(
+            first.grid, first.start, first.offsets, first.sizes, first.files,
+            columns.table.dtypes[number], columns.table.shapes[number], copies,
+        )  # fmt: skip
+    document = _Document(
+        FORMAT, VERSION, ZERO_DIGEST, content.save_id, content.world_size, content.created, content.library,
+        list(content.files), list(content.receipts), writer.file_lists, writer.grids,
+        {name: msgspec.Raw(msgspec.json.encode(rows[content.ties.get(name, name)])) for name in content.order},
+        msgspec.Raw(content.state), msgspec.Raw(content.user),
+    )  # fmt: skip
+    return seal(msgspec.json.encode(document))[0]
+
+
+def chunk_starts(columns: Columns, placed: Placed) -> IntArray:
+    """Bytes from the data section to each chunk, which must be one run inside its entry."""
+    entry = placed.entry
+    inner = columns.offsets - placed.entry_offsets[entry]
+    strides = np.ones_like(columns.sizes)
+    strides[:, :-1] = np.cumprod(placed.entry_sizes[entry][:, :0:-1], axis=1)[:, ::-1]
+    return np.asarray(
+        placed.entry_start[entry] + (inner * strides).sum(axis=1) * columns.table.itemsizes()[columns.tensor]
+    )
+
+
+class _GridWriter:
+    """Finds the grids that chunks form, and numbers distinct grids and lists of files."""
+
+    def __init__(self, number_of: Mapping[str, int], files: Sequence[str]) -> None:
+        self._file_number = np.array([number_of[f] for f in files] or [0], np.int64)
+        self._lists: dict[bytes, int] = {}
+        self._numbers: dict[tuple[bytes, ...], int] = {}
+        self.file_lists: list[list[int]] = []
+        self.grids: list[msgspec.Raw] = []
+
+    def part(self, shape: tuple[int, ...], offsets: IntArray, sizes: IntArray, file: IntArray, start: IntArray) -> Part:
+        """The chunks of one copy, in row-major order of their offsets."""
+        file = self._file_number[file]
+        starts: int | list[int] = int(start[0]) if (start == start[0]).all() else start.tolist()
+        key = (np.array(shape, np.int64).tobytes(), offsets.tobytes(), sizes.tobytes(), file.tobytes())
+        if key not in self._numbers:
+            cuts = _grid_cuts(shape, offsets, sizes)
+            self._numbers[key] = -1 if cuts is None else self._add_grid(cuts, file)
+        if self._numbers[key] < 0:
+            return Part(None, starts, offsets.tolist(), sizes.tolist(), file.tolist())
+        return Part(self._numbers[key], starts)
+
+    def _add_grid(self, cuts: list[list[int]], file: IntArray) -> int:
+        number = self._lists.setdefault(file.tobytes(), len(self.file_lists))
+        if number == len(self.file_lists):
+            self.file_lists.append(file.tolist())
+        self.grids.append(msgspec.Raw(msgspec.json.encode(Grid(cuts, number))))
+        return len(self.grids) - 1
+
+
+def _grid_cuts(shape: tuple[int, ...], offsets: IntArray, sizes: IntArray) -> list[list[int]] | None:
+    """Where the cells begin in each dimension, if the boxes are the cells of a grid over the whole shape."""
+    cuts = [np.unique(offsets[:, d]) for d in range(len(shape))]
+    if _product([len(c) for c in cuts]) != len(offsets):
+        return None
+    for d, c in enumerate(cuts):
+        ends = np.append(c[1:], shape[d])
+        if c[0] != 0 or not np.array_equal(offsets[:, d] + sizes[:, d], ends[np.searchsorted(c, offsets[:, d])]):
+            return None
+    return [c.tolist() for c in cuts]

@@ -1,0 +1,1 @@
+"""Pure functions from descriptions to plans: values in, values out."""

@@ -1,0 +1,96 @@
+"""From tensors to a description, and to the boxes that a rank holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hyper_ckpt.contracts.planner import PlanContext
+from hyper_ckpt.contracts.platform import LocalShard, TensorDescription, Tensors
+from hyper_ckpt.description import (
+    Description,
+    RankPart,
+    Structure,
+    StructureBuilder,
+    TensorRecord,
+    line_digests,
+    pack_ranks,
+)
+from hyper_ckpt.errors import UnsupportedStateError
+from hyper_ckpt.layout import Boxes, MeshLayout
+
+
+def describe_tensor(name: str, value: Any, context: PlanContext) -> TensorDescription:
+    """Describes one tensor; errors name it."""
+    try:
+        description = context.tensors.describe(value)
+    except UnsupportedStateError as error:
+        raise type(error)(f"{name!r}: {error}") from error
+    if description is None:
+        raise UnsupportedStateError(f"{name!r}: {type(value).__name__} is not a tensor of this platform")
+    return description
+
+
+def local_shards(name: str, value: Any, context: PlanContext) -> list[LocalShard]:
+    """The shards of one tensor; errors name it."""
+    try:
+        return context.tensors.local_shards(value)
+    except UnsupportedStateError as error:
+        raise type(error)(f"{name!r}: {error}") from error
+
+
+def describe(tensors: Mapping[str, Any], skeleton: bytes, context: PlanContext, *, fingerprints: bool) -> Description:
+    """Describes a rank's tensors.
+
+    Args:
+        tensors: by name.
+        skeleton: canonical form of the state around them.
+        fingerprints: take fingerprints of tensors that may have replicas, so that differing ones are found.
+    """
+    builder = StructureBuilder()
+    records: list[TensorRecord] = []
+    boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
+    prints: dict[str, bytes] = {}
+    shards = {name: local_shards(name, value, context) for name, value in tensors.items()}
+    for number, name in enumerate(sorted(tensors)):
+        value = tensors[name]
+        description = describe_tensor(name, value, context)
+        records.append(builder.record(name, description.dtype, description.shape, description.layout))
+        if isinstance(description.layout, Boxes):
+            boxes += [(number, offsets, sizes) for offsets, sizes in description.layout.boxes]
+        if fingerprints and _may_have_replicas(description, context.world_size):
+            prints[name] = context.tensors.fingerprint(shards[name])
+    structure = Structure(tuple(records), builder.layouts, skeleton)
+    part = RankPart(
+        tuple(pack_ranks(m) for m in builder.meshes),
+        tuple(boxes),
+        line_digests(structure, prints),
+        tuple(find_ties(shards, context.tensors).items()),
+        tuple(sorted(name for name, own in shards.items() if not any(_count(s) for s in own))),
+    )
+    return Description(structure, part, tuple(prints.get(r.name, b"") for r in records))
+
+
+def find_ties(shards: Mapping[str, list[LocalShard]], tensors: Tensors) -> dict[str, str]:
+    """Names whose non-empty shards are the same elements of the same memory, each with the first such name."""
+    firsts: dict[object, str] = {}
+    ties: dict[str, str] = {}
+    for name in sorted(shards):
+        keys = tuple((s.offsets, tensors.storage_key(s)) for s in shards[name] if _count(s))
+        if keys and all(key is not None for _, key in keys) and firsts.setdefault(keys, name) != name:
+            ties[name] = firsts[keys]
+    return ties
+
+
+def _count(shard: LocalShard) -> int:
+    return math.prod(shard.sizes)
+
+
+def _may_have_replicas(description: TensorDescription, world_size: int) -> bool:
+    layout = description.layout
+    if isinstance(layout, MeshLayout):
+        # A mesh smaller than the world may have a twin elsewhere.
+        parts = [n for n, p in zip(layout.mesh.shape, layout.placements, strict=True) if hasattr(p, "dim")]
+        return math.prod(parts) < world_size
+    return world_size > 1

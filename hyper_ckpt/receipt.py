@@ -1,0 +1,114 @@
+"""Receipts: what one rank wrote, with the digests of its blocks. See docs/format.md."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from hyper_ckpt.errors import ManifestError
+
+BLOCK_BYTES = 524_288
+"""Digested blocks count from a piece's start; the last may be shorter."""
+
+ZERO_DIGEST = "0" * 32
+PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+
+
+class FileRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A data file: name inside the checkpoint, bytes, where its data section starts, xxh3-128 of its header, writer."""
+
+    name: str
+    size: int
+    data_start: int
+    header_digest: str
+    rank: int
+
+
+class PieceRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A contiguous piece of a file: file number in the receipt, bytes from the data section, bytes, xxh3-64 of
+    each block as 16 hex digits, joined."""
+
+    file: int
+    start: int
+    nbytes: int
+    digests: str
+
+    def blocks(self) -> npt.NDArray[np.uint64]:
+        """The digests as numbers."""
+        return np.frombuffer(bytes.fromhex(self.digests), ">u8").astype(np.uint64)
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """What a rank wrote. `payloads` maps names to piece numbers; `digest` is over the receipt, its digits zeroed."""
+
+    format: str
+    version: int
+    digest: str
+    save_id: str
+    rank: int
+    world_size: int
+    block_bytes: int
+    files: tuple[FileRecord, ...]
+    pieces: tuple[PieceRecord, ...]
+    payloads: dict[str, int]
+
+
+RECEIPT_FORMAT = "hyper-ckpt-receipt"
+
+
+def receipt_name(rank: int, save_id: str) -> str:
+    """Where a rank's receipt lies."""
+    return f"receipts/rank-{rank:05d}-{save_id}.json"
+
+
+def seal(data: bytes) -> tuple[bytes, str]:
+    """Fills in the digest of a JSON record that begins with format, version and a zeroed digest."""
+    digest = xxhash.xxh3_128_hexdigest(data)
+    at = data.index(ZERO_DIGEST.encode())
+    return data[:at] + digest.encode() + data[at + 32 :], digest
+
+
+def check_seal(data: bytes, what: str) -> str:
+    """Checks a record against the digest in it and returns that.
+
+    Raises:
+        ManifestError: the record is damaged.
+    """
+    head = re.match(rb'\{"format":"[a-z-]{1,40}","version":\d{1,9},"digest":"([0-9a-f]{32})"', data[:128])
+    if head is None:
+        raise ManifestError(f"{what} does not begin like a record of this library: it is damaged, or something else")
+    start, stop = head.span(1)
+    if xxhash.xxh3_128_hexdigest(data[:start] + ZERO_DIGEST.encode() + data[stop:]) != head[1].decode():
+        raise ManifestError(f"{what} is damaged: its digest does not fit its content. Load an earlier checkpoint")
+    return head[1].decode()
+
+
+def encode_receipt(receipt: Receipt) -> tuple[bytes, str]:
+    """The bytes of a receipt (given with any digest) and its digest."""
+    return seal(msgspec.json.encode(msgspec.structs.replace(receipt, digest=ZERO_DIGEST)))
+
+
+def decode_receipt(data: bytes, expected_digest: str, what: str) -> Receipt:
+    """Reads and checks a receipt.
+
+    Raises:
+        ManifestError: damaged, hostile, or not the one the manifest speaks of.
+    """
+    if check_seal(data, what) != expected_digest:
+        raise ManifestError(f"{what} is not the receipt that the manifest lists: files of two saves are mixed")
+    try:
+        receipt = msgspec.json.decode(data, type=Receipt)
+        for piece in receipt.pieces:
+            blocks = -(-piece.nbytes // receipt.block_bytes)
+            if len(piece.digests) != 16 * blocks or not 0 <= piece.file < len(receipt.files) or piece.start < 0:
+                raise ValueError(f"piece {piece.file}/{piece.start} is out of bounds")
+            bytes.fromhex(piece.digests)
+        if any(not 0 <= n < len(receipt.pieces) for n in receipt.payloads.values()):
+            raise ValueError("a payload names no piece")
+    except (msgspec.ValidationError, msgspec.DecodeError, ValueError, ZeroDivisionError) as error:
+        raise ManifestError(f"{what} is not a valid receipt: {error}") from error
+    return receipt

@@ -1,0 +1,46 @@
+"""Nested state <-> named leaves. Knows no ranks beyond their numbers, no tensors beyond their names, no files."""
+
+from __future__ import annotations
+
+from hyper_ckpt.state.blobs import BLOB_LIMIT
+from hyper_ckpt.state.build import MakeTensor, rebuild
+from hyper_ckpt.state.check import check_tree, decode_tree
+from hyper_ckpt.state.codecs import BUILTIN
+from hyper_ckpt.state.compare import Difference, compare, leaves
+from hyper_ckpt.state.digests import canonical, skeleton, values_digest
+from hyper_ckpt.state.flatten import FlatState, Substate, ToHost, flatten
+from hyper_ckpt.state.merge import Conflict, Selection, merge, select
+from hyper_ckpt.state.names import escape_key, join, parse_key
+from hyper_ckpt.state.restore import restore
+from hyper_ckpt.state.tree import MAX_DEPTH, BlobNode, Node, encode_tree
+
+__all__ = [
+    "BLOB_LIMIT",
+    "BUILTIN",
+    "MAX_DEPTH",
+    "BlobNode",
+    "Conflict",
+    "Difference",
+    "FlatState",
+    "MakeTensor",
+    "Node",
+    "Selection",
+    "Substate",
+    "ToHost",
+    "canonical",
+    "check_tree",
+    "compare",
+    "decode_tree",
+    "encode_tree",
+    "escape_key",
+    "flatten",
+    "join",
+    "leaves",
+    "merge",
+    "parse_key",
+    "rebuild",
+    "restore",
+    "select",
+    "skeleton",
+    "values_digest",
+]

@@ -1,0 +1,51 @@
+"""Codecs for values of the standard library: paths, exact numbers, UUIDs."""
+
+from __future__ import annotations
+
+import pathlib
+import uuid
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from hyper_ckpt.contracts.codec import Codec
+
+_PATHS: dict[type[pathlib.PurePath], type[pathlib.PurePath]] = {
+    # Saved as the first; loaded as the second where the first belongs to another operating system.
+    pathlib.PurePosixPath: pathlib.PurePosixPath,
+    pathlib.PureWindowsPath: pathlib.PureWindowsPath,
+    pathlib.PosixPath: pathlib.PurePosixPath,
+    pathlib.WindowsPath: pathlib.PureWindowsPath,
+}
+
+
+def _path_codec(cls: type[pathlib.PurePath], elsewhere: type[pathlib.PurePath]) -> Codec:
+    is_foreign = issubclass(cls, pathlib.Path) and not isinstance(pathlib.Path(), cls)
+    target = elsewhere if is_foreign else cls
+    return Codec(
+        f"pathlib.{cls.__name__}",
+        type=cls,
+        encode=lambda path: str(path).encode(errors="surrogatepass"),
+        decode=lambda data: target(data.decode(errors="surrogatepass")),
+    )
+
+
+def _decode_fraction(data: bytes) -> Fraction:
+    numerator, denominator = data.decode("ascii").split("/")
+    return Fraction(int(numerator, 16), int(denominator, 16))
+
+
+def _encode_fraction(value: Fraction) -> bytes:
+    return f"{value.numerator:x}/{value.denominator:x}".encode()
+
+
+def _encode_uuid(value: Any) -> bytes:
+    return bytes(value.bytes)
+
+
+CODECS = (
+    *(_path_codec(cls, elsewhere) for cls, elsewhere in _PATHS.items()),
+    Codec("decimal.Decimal", Decimal, lambda value: str(value).encode(), lambda data: Decimal(data.decode("ascii"))),
+    Codec("fractions.Fraction", Fraction, _encode_fraction, _decode_fraction),
+    Codec("uuid.UUID", uuid.UUID, _encode_uuid, lambda data: uuid.UUID(bytes=data)),
+)

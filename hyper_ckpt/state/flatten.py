@@ -1,0 +1,312 @@
+"""A nested state taken apart: its tree, its tensors by name, and what is stored beside them."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from hyper_ckpt.contracts.codec import Codec
+from hyper_ckpt.errors import UnsupportedStateError, UnsupportedTypeError
+from hyper_ckpt.state.blobs import take_blobs
+from hyper_ckpt.state.classes import is_namedtuple, member_name
+from hyper_ckpt.state.codec_table import CodecTable
+from hyper_ckpt.state.codecs import BUILTIN
+from hyper_ckpt.state.names import escape_key, join, shown
+from hyper_ckpt.state.scalars import SCALARS
+from hyper_ckpt.state.tree import (
+    MAX_DEPTH,
+    CounterNode,
+    DefaultDictNode,
+    DequeNode,
+    DictNode,
+    EnumNode,
+    Factory,
+    FrozenSetNode,
+    KeyedNode,
+    ListNode,
+    NamedTupleNode,
+    Node,
+    OrderedDictNode,
+    PerRankNode,
+    RawNode,
+    SetNode,
+    SliceNode,
+    StatefulNode,
+    TensorNode,
+    TupleNode,
+    encode_tree,
+    with_items,
+)
+from hyper_ckpt.values import PerRank
+
+ToHost = Callable[[Any], tuple[str, tuple[int, ...], bytes]]
+"""A tensor as the name of its dtype, its shape, and its little-endian row-major bytes."""
+
+FACTORIES: dict[type, Factory] = {
+    list: "list", dict: "dict", int: "int", float: "float", set: "set", str: "str", tuple: "tuple", bool: "bool",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Substate:
+    """An object that has state_dict and load_state_dict, and what its state_dict() gave."""
+
+    object: Any
+    state: Any
+
+
+@dataclass(frozen=True, eq=False)
+class FlatState:
+    """A state taken apart. Everything is keyed by name, in the order in which it was met.
+
+    `root` is the given state itself and the values of `tensors` its own tensors: nothing is copied.
+    """
+
+    root: dict[Any, Any]
+    tree: Node
+    tensors: dict[str, Any]
+    payloads: dict[str, bytes]
+    blobs: dict[str, bytes]
+    substates: dict[str, Substate]
+
+
+def flatten(
+    state: dict[Any, Any],
+    *,
+    is_tensor: Callable[[Any], bool],
+    codecs: Sequence[Codec] = BUILTIN,
+    allow_pickle: bool = False,
+    to_host: ToHost | None = None,
+) -> FlatState:
+    """Takes a state apart.
+
+    Args:
+        is_tensor: whether a value is a tensor; asked of values that are no plain Python values.
+        allow_pickle: pickle what no codec knows.
+        to_host: reads a tensor inside a `PerRank`. None for the target of a load: what its `PerRank`s hold
+            is then not looked at, and `payloads` stays empty.
+
+    Raises:
+        UnsupportedStateError: a value can't be stored; names it and says what to do.
+    """
+    if type(state) not in _KEYED:
+        raise UnsupportedTypeError(
+            f"the state is a {type(state).__qualname__}; it must be a dict: wrap it, as in {{'model': ...}}"
+        )
+    walk = _StateWalk(is_tensor, CodecTable(codecs, allow_pickle=allow_pickle), to_host)
+    try:
+        tree = walk.node(state, None)
+    except RecursionError as error:
+        raise UnsupportedStateError("the state is nested too deeply for the stack that is left") from error
+    tree, blobs = take_blobs(tree)
+    return FlatState(state, tree, walk.tensors, walk.payloads, blobs, walk.substates)
+
+
+class _Walk:
+    """Makes nodes of values. What tensors, `PerRank`s and objects become is up to where the values stand."""
+
+    def __init__(self, is_tensor: Callable[[Any], bool], codecs: CodecTable) -> None:
+        self._is_tensor = is_tensor
+        self._codecs = codecs
+        # Ids of the containers around the current value: finds cycles, and says how deep it is.
+        self._around: set[int] = set()
+
+    def node(self, value: Any, name: str | None) -> Node:
+        scalar = SCALARS.get(type(value))
+        if scalar is not None:
+            return scalar(value)
+        container = _CONTAINERS.get(type(value))
+        if container is None:
+            return self._other(value, name)
+        with _Inside(self._around, value, name):
+            return container(self, value, name)
+
+    def tensor(self, value: Any, name: str | None) -> Node:
+        raise NotImplementedError
+
+    def per_rank(self, value: PerRank, name: str | None) -> Node:
+        raise NotImplementedError
+
+    def stateful(self, value: Any, name: str | None) -> Node:
+        """The node of an object's state_dict()."""
+        return StatefulNode(self.node(self._state_of(value, name), name))
+
+    def _state_of(self, value: Any, name: str | None) -> Any:
+        state = value.state_dict()
+        if is_stateful(state):
+            raise UnsupportedStateError(f"{shown(name)}: state_dict() returned another object with a state_dict")
+        return state
+
+    def _other(self, value: Any, name: str | None) -> Node:
+        if self._is_tensor(value):
+            return self.tensor(value, name)
+        if isinstance(value, PerRank):
+            return self.per_rank(value, name)
+        codec = self._codecs.find(type(value))
+        if codec is not None:
+            return self._codecs.encode(codec, value, name)
+        if isinstance(value, Enum):
+            return _of_enum(value, name)
+        if not is_namedtuple(value) and not is_stateful(value):
+            return self._codecs.pickle(value, name)
+        with _Inside(self._around, value, name):
+            return _of_namedtuple(self, value, name) if isinstance(value, tuple) else self.stateful(value, name)
+
+    def sorted_items(self, value: set[Any] | frozenset[Any], name: str | None) -> tuple[Node, ...]:
+        """Items of a set in an order that depends only on what they are."""
+        walk = _ItemWalk(self._is_tensor, self._codecs)
+        walk._around = self._around
+        return tuple(sorted((walk.node(item, name) for item in value), key=encode_tree))
+
+
+class _StateWalk(_Walk):
+    """Values of the state: tensors are noted and stored by themselves."""
+
+    def __init__(self, is_tensor: Callable[[Any], bool], codecs: CodecTable, to_host: ToHost | None) -> None:
+        super().__init__(is_tensor, codecs)
+        self._to_host = to_host
+        self.tensors: dict[str, Any] = {}
+        self.payloads: dict[str, bytes] = {}
+        self.substates: dict[str, Substate] = {}
+
+    def tensor(self, value: Any, name: str | None) -> Node:
+        self.tensors[_named(name)] = value
+        return TensorNode()
+
+    def per_rank(self, value: PerRank, name: str | None) -> Node:
+        if self._to_host is not None:
+            walk = _PayloadWalk(self._is_tensor, self._codecs, self._to_host)
+            self.payloads[_named(name)] = encode_tree(walk.node(value.value, name))
+        return PerRankNode()
+
+    def stateful(self, value: Any, name: str | None) -> Node:
+        state = self._state_of(value, name)
+        self.substates[_named(name)] = Substate(value, state)
+        return StatefulNode(self.node(state, name))
+
+
+class _PayloadWalk(_Walk):
+    """Values inside a `PerRank`: tensors are stored by value."""
+
+    def __init__(self, is_tensor: Callable[[Any], bool], codecs: CodecTable, to_host: ToHost) -> None:
+        super().__init__(is_tensor, codecs)
+        self._to_host = to_host
+
+    def tensor(self, value: Any, name: str | None) -> Node:
+        return RawNode(*self._to_host(value))
+
+    def per_rank(self, value: PerRank, name: str | None) -> Node:
+        raise UnsupportedStateError(f"{shown(name)}: a PerRank inside a PerRank; drop the inner one")
+
+
+class _ItemWalk(_Walk):
+    """Items of a set, which have no names: plain values only."""
+
+    def tensor(self, value: Any, name: str | None) -> Node:
+        raise UnsupportedStateError(f"{shown(name)}: a tensor in a set; use a list or a dict")
+
+    def per_rank(self, value: PerRank, name: str | None) -> Node:
+        raise UnsupportedStateError(f"{shown(name)}: a PerRank in a set; use a list or a dict")
+
+    def stateful(self, value: Any, name: str | None) -> Node:
+        raise UnsupportedStateError(f"{shown(name)}: an object with a state_dict in a set; use a list or a dict")
+
+
+class _Inside:
+    """While a container's items are walked: refuses a container inside itself, and too many of them."""
+
+    def __init__(self, around: set[int], value: Any, name: str | None) -> None:
+        if id(value) in around:
+            raise UnsupportedStateError(f"{shown(name)} contains itself: a cycle cannot be stored")
+        if len(around) >= MAX_DEPTH:
+            raise UnsupportedStateError(f"{shown(name):.200} lies deeper than {MAX_DEPTH} containers inside each other")
+        self._around, self._id = around, id(value)
+
+    def __enter__(self) -> None:
+        self._around.add(self._id)
+
+    def __exit__(self, *error: object) -> None:
+        self._around.discard(self._id)
+
+
+def _named(name: str | None) -> str:
+    assert name is not None, "the state itself is a dict"
+    return name
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether a value is an object with state_dict and load_state_dict."""
+    # Asked of the class: an object may answer to any attribute, and a class is not itself in a state.
+    methods = ("state_dict", "load_state_dict")
+    return not isinstance(value, type) and all(callable(getattr(type(value), each, None)) for each in methods)
+
+
+def _of_enum(value: Enum, name: str | None) -> EnumNode:
+    try:
+        return EnumNode(type(value).__module__, type(value).__qualname__, member_name(value))
+    except UnsupportedTypeError as error:
+        raise UnsupportedTypeError(f"{shown(name)}: {error}") from None
+
+
+def _of_namedtuple(walk: _Walk, value: Any, name: str | None) -> NamedTupleNode:
+    cls = type(value)
+    items = tuple(walk.node(item, join(name, field)) for field, item in zip(cls._fields, value, strict=True))
+    return NamedTupleNode(items, cls.__module__, cls.__qualname__, cls._fields)
+
+
+def _items(walk: _Walk, value: Sequence[Any] | deque[Any], name: str | None) -> tuple[Node, ...]:
+    return tuple([walk.node(item, join(name, str(index))) for index, item in enumerate(value)])
+
+
+def _of_deque(walk: _Walk, value: deque[Any], name: str | None) -> DequeNode:
+    return DequeNode(_items(walk, value, name), value.maxlen)
+
+
+def _of_slice(walk: _Walk, value: slice, name: str | None) -> SliceNode:
+    start, stop, step = (walk.node(each, name) for each in (value.start, value.stop, value.step))
+    return SliceNode((start, stop, step))
+
+
+def _of_keyed(cls: type[KeyedNode]) -> Callable[[_Walk, dict[Any, Any], str | None], Node]:
+    def node(walk: _Walk, value: dict[Any, Any], name: str | None) -> Node:
+        keys = tuple([escape_key(key, name) for key in value])
+        if len(set(keys)) < len(keys):
+            # Only nan does that: it differs from itself.
+            raise UnsupportedStateError(f"{shown(name)} has a key twice: nan")
+        items = [walk.node(item, join(name, key)) for key, item in zip(keys, value.values(), strict=True)]
+        return with_items(cls((), ()), items, keys)
+
+    return node
+
+
+def _of_defaultdict(walk: _Walk, value: defaultdict[Any, Any], name: str | None) -> Node:
+    factory = value.default_factory
+    if factory is not None and (not isinstance(factory, type) or factory not in FACTORIES):
+        raise UnsupportedTypeError(
+            f"{shown(name)} is a defaultdict with factory {factory!r}; it can be None or one of "
+            f"{', '.join(FACTORIES.values())}: set default_factory to one of these, or store a dict"
+        )
+    keyed = _of_keyed(DictNode)(walk, value, name)
+    assert isinstance(keyed, KeyedNode)
+    return DefaultDictNode(keyed.k, keyed.v, FACTORIES[factory] if factory is not None else None)
+
+
+_KEYED: dict[type, type[KeyedNode]] = {
+    dict: DictNode, OrderedDict: OrderedDictNode, Counter: CounterNode, defaultdict: DefaultDictNode,
+}  # fmt: skip
+
+_CONTAINERS: dict[type, Callable[[_Walk, Any, str | None], Node]] = {
+    dict: _of_keyed(DictNode),
+    OrderedDict: _of_keyed(OrderedDictNode),
+    Counter: _of_keyed(CounterNode),
+    defaultdict: _of_defaultdict,
+    list: lambda walk, value, name: ListNode(_items(walk, value, name)),
+    tuple: lambda walk, value, name: TupleNode(_items(walk, value, name)),
+    deque: _of_deque,
+    set: lambda walk, value, name: SetNode(walk.sorted_items(value, name)),
+    frozenset: lambda walk, value, name: FrozenSetNode(walk.sorted_items(value, name)),
+    slice: _of_slice,
+}

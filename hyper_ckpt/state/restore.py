@@ -1,0 +1,228 @@
+"""A saved state put back into the state that a load was given.
+
+First everything is decoded and every change is noted; only then are the changes made, so that damaged
+bytes leave the target as it was.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hyper_ckpt.contracts.codec import Codec
+from hyper_ckpt.errors import ManifestError, TargetError
+from hyper_ckpt.state.build import Builder, MakeTensor, Sources, keyed_value, sequence_value
+from hyper_ckpt.state.codec_table import CodecTable
+from hyper_ckpt.state.codecs import BUILTIN
+from hyper_ckpt.state.digests import canonical
+from hyper_ckpt.state.flatten import FlatState, is_stateful
+from hyper_ckpt.state.names import escape_key, join, shown
+from hyper_ckpt.state.tree import (
+    BlobNode,
+    ByteArrayNode,
+    CodecNode,
+    CounterNode,
+    DefaultDictNode,
+    DequeNode,
+    DictNode,
+    KeyedNode,
+    ListNode,
+    NamedTupleNode,
+    Node,
+    OrderedDictNode,
+    PerRankNode,
+    SequenceNode,
+    SetNode,
+    StatefulNode,
+    TensorNode,
+    TupleNode,
+    children,
+    encode_tree,
+    unwrap,
+)
+from hyper_ckpt.values import PerRank
+
+
+def restore(
+    flat: FlatState,
+    saved: Node,
+    *,
+    payload: Callable[[str], bytes | None],
+    blob: Callable[[str, BlobNode], bytes],
+    make_tensor: MakeTensor,
+    tensors: Mapping[str, Any],
+    codecs: Sequence[Codec] = BUILTIN,
+    allow_pickle: bool = False,
+) -> None:
+    """Sets in the target everything that is not a tensor's contents; called when these have been read.
+
+    Plain values replace the target's, in its own dicts, lists, deques, sets, bytearrays and random
+    generators; tuples are rebuilt where they stand. What was not saved, or doesn't fit (see `compare`), stays
+    as it is. `PerRank.value` is set, unless `payload` gives None. Last, each object with a state_dict gets it by
+    load_state_dict, inner objects before outer ones; what one of these raises comes out as it is, and the rest is
+    then not done.
+
+    Args:
+        tensors: by name, tensors that take the place of the target's own.
+
+    Raises:
+        CorruptCheckpointError: the tree, a payload or a blob is damaged or hostile. Nothing has been changed.
+        UnsupportedTypeError: a codec or Enum class is not there, or pickles are not allowed. Nothing has been changed.
+        TargetError: one container stands in two places that get different values. Nothing has been changed.
+    """
+    if not isinstance(saved, KeyedNode):
+        raise ManifestError("the saved state is not a dict")
+    sources = Sources(payload, blob, make_tensor)
+    changes = _Changes(flat, Builder(sources, CodecTable(codecs, allow_pickle=allow_pickle)), tensors)
+    try:
+        changes.plan(flat.root, saved, None)
+    except RecursionError as error:
+        raise ManifestError("the saved state is nested too deeply for the stack that is left") from error
+    for change in changes.noted:
+        change()
+
+
+class _Changes:
+    """Walks a target beside a saved tree and notes what to change. `noted` is in the order to do it."""
+
+    def __init__(self, flat: FlatState, builder: Builder, tensors: Mapping[str, Any]) -> None:
+        self.noted: list[Callable[[], object]] = []
+        self._flat = flat
+        self._builder = builder
+        self._tensors = tensors
+        self._seen: dict[int, tuple[Node, str | None]] = {}
+
+    def plan(self, value: Any, node: Node, name: str | None) -> Any:
+        """What shall stand where `value` stands: mostly itself, with changes noted."""
+        substate = self._flat.substates.get(name) if name is not None else None
+        if substate is not None and substate.object is value:
+            return self._stateful(value, substate.state, node, name)
+        if name in self._flat.tensors and self._flat.tensors[name] is value:
+            is_saved = isinstance(unwrap(node), TensorNode)
+            return self._tensors.get(name, value) if is_saved else value
+        node = self._builder.inlined(unwrap(node), name)
+        if isinstance(value, PerRank):
+            self._per_rank(value, node, name)
+            return value
+        if isinstance(node, KeyedNode | SequenceNode):
+            return self._container(value, node, name) if _fits(value, node) else value
+        if isinstance(node, TensorNode | PerRankNode) or _is_container(value):
+            return value
+        return self._plain(value, node, name)
+
+    def _stateful(self, value: Any, state: Any, node: Node, name: str | None) -> Any:
+        node = self._builder.inlined(unwrap(node), name)
+        if _is_container(state) and not _fits(state, node):
+            return value
+        new = self.plan(state, node, name)
+        self.noted.append(lambda: value.load_state_dict(new))
+        return value
+
+    def _per_rank(self, value: PerRank, node: Node, name: str | None) -> None:
+        payload = self._builder.payload(name) if isinstance(node, PerRankNode) else None
+        if payload is not None:
+            new = self._from_payload(value.value, payload[0], name)
+            self.noted.append(lambda: setattr(value, "value", new))
+
+    def _container(self, value: Any, node: Node, name: str | None) -> Any:
+        self._claim(value, node, name)
+        if isinstance(node, KeyedNode):
+            saved = dict(zip(node.k, node.v, strict=True))
+            named = ((key, escape_key(key)) for key in value)
+            new = {key: self.plan(value[key], saved[part], join(name, part)) for key, part in named if part in saved}
+            self.noted.append(lambda: _set_items(value, new))
+            return value
+        pairs = zip(value, children(node, name), strict=True)
+        items = [self.plan(item, child, child_name) for item, (child_name, child) in pairs]
+        if isinstance(value, tuple):
+            unchanged = all(new is old for new, old in zip(items, value, strict=True))
+            return value if unchanged else tuple.__new__(type(value), items)
+        self.noted.append(lambda: _set_sequence(value, items))
+        return value
+
+    def _plain(self, value: Any, node: Node, name: str | None) -> Any:
+        new = self._builder.value(node, name)
+        change = self._in_place(value, new, node)
+        if change is None:
+            return new
+        self._claim(value, node, name)
+        self.noted.append(change)
+        return value
+
+    def _in_place(self, value: Any, new: Any, node: Node) -> Callable[[], object] | None:
+        """How the target's own object takes on a saved value; None if it is replaced."""
+        if type(value) is not type(new):
+            return None
+        if isinstance(node, SetNode):
+            return lambda: (value.clear(), value.update(new))
+        if isinstance(node, ByteArrayNode):
+            return lambda: value.__setitem__(slice(None), new)
+        assign = self._builder.codecs.assign_of(node) if isinstance(node, CodecNode) else None
+        return None if assign is None else lambda: assign(value, new)
+
+    def _from_payload(self, old: Any, node: Node, name: str | None) -> Any:
+        """The value of a payload. Of the target's value only what can't be made anew is kept: objects, generators."""
+        if isinstance(node, StatefulNode):
+            if not is_stateful(old):
+                return self._from_payload(old, node.v, name)
+            new = self._from_payload(None, node.v, name)
+            self.noted.append(lambda: old.load_state_dict(new))
+            return old
+        if isinstance(node, KeyedNode):
+            keyed = keyed_value(node, node.v)
+            olds = old if isinstance(old, dict) else {}
+            named = zip(keyed.items(), children(node, name), strict=True)
+            return keyed_value(node, [self._from_payload(olds.get(key), item, at) for (key, item), (at, _) in named])
+        if isinstance(node, SequenceNode):
+            olds_in_order = old if isinstance(old, list | tuple | deque) else ()
+            padded = [*olds_in_order, *[None] * len(node.v)]
+            named_items = zip(children(node, name), padded, strict=False)
+            return sequence_value(node, [self._from_payload(each, item, at) for (at, item), each in named_items])
+        new = self._builder.value(node, name)
+        change = self._in_place(old, new, node) if isinstance(node, CodecNode) else None
+        if change is None:
+            return new
+        self.noted.append(change)
+        return old
+
+    def _claim(self, value: Any, node: Node, name: str | None) -> None:
+        """Refuses two different saved values for one mutable object: one of them would be lost."""
+        first, first_name = self._seen.setdefault(id(value), (node, name))
+        if first is node or isinstance(value, tuple):
+            return
+        if encode_tree(canonical(first)) != encode_tree(canonical(node)):
+            raise TargetError(
+                f"{shown(first_name)} and {shown(name)} are one {type(value).__qualname__} in the target, but two "
+                "different ones in the checkpoint: give the target a copy of its own in each place"
+            )
+
+
+_KINDS: dict[type, type[Node]] = {
+    dict: DictNode, OrderedDict: OrderedDictNode, Counter: CounterNode, defaultdict: DefaultDictNode,
+    list: ListNode, tuple: TupleNode, deque: DequeNode,
+}  # fmt: skip
+
+
+def _is_container(value: Any) -> bool:
+    return type(value) in _KINDS or isinstance(value, tuple)
+
+
+def _fits(value: Any, node: Node) -> bool:
+    """Whether a container of the target is of the saved kind and, except for dicts, length."""
+    if isinstance(node, NamedTupleNode):
+        return isinstance(value, tuple) and getattr(type(value), "_fields", None) == node.fields
+    if _KINDS.get(type(value)) is not type(node):
+        return False
+    return isinstance(node, KeyedNode) or (isinstance(node, SequenceNode) and len(value) == len(node.v))
+
+
+def _set_items(target: dict[Any, Any], new: dict[Any, Any]) -> None:
+    # Not update: a Counter's adds.
+    for key, value in new.items():
+        target[key] = value
+
+
+def _set_sequence(target: list[Any] | deque[Any], items: list[Any]) -> None:
+    for index, value in enumerate(items):
+        target[index] = value

@@ -1,0 +1,197 @@
+"""One safetensors file per rank: where chunks go, and where they are found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hyper_ckpt.box import IntArray, element_counts, intersect, pad
+from hyper_ckpt.columns import Columns, Located, Placed
+from hyper_ckpt.contracts.placement import FilePlan, StorageReader, StorageWriter
+from hyper_ckpt.contracts.store import ByteStore
+from hyper_ckpt.dtypes import dtype_of
+from hyper_ckpt.errors import CheckpointNotFoundError, CoverageError, MissingFileError
+from hyper_ckpt.manifest import MANIFEST_NAME, Manifest, StoredTensor
+from hyper_ckpt.storage.safetensors_file import Entry, build_header, choose_keys, header_upper_bound
+
+# Readers of safetensors refuse longer headers.
+MAX_HEADER_BYTES = 100_000_000
+
+
+def data_file_name(rank: int, save_id: str, part: int) -> str:
+    """The name of a rank's data file; a rank has several parts only where a header would grow too long."""
+    return f"rank-{rank:05d}-{save_id}{f'-{part:04d}' if part else ''}.safetensors"
+
+
+class FileSystemWriter(StorageWriter):
+    """Places each rank's chunks in a safetensors file of its own.
+
+    Args:
+        path: path or URL of the checkpoint; None: `save(checkpoint_id=...)` says it.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        self.checkpoint_id = path
+
+    def at(self, checkpoint_id: str) -> FileSystemWriter:
+        return FileSystemWriter(checkpoint_id)
+
+    def identity(self) -> str:
+        return type(self).__name__
+
+    def place(self, columns: Columns, save_id: str) -> Placed:
+        itemsizes = columns.table.itemsizes()[columns.tensor]
+        nbytes = element_counts(columns.sizes) * itemsizes
+        order = np.lexsort((np.arange(len(columns)), _uneven(columns), -itemsizes, columns.rank))
+        part = self._parts(columns, order)
+        key = columns.rank[order] * (int(part.max(initial=0)) + 1) + part
+        new = np.r_[True, np.diff(key) != 0] if len(key) else np.zeros(0, bool)
+        file_of, firsts = np.cumsum(new) - 1, np.flatnonzero(new)
+        ends = np.cumsum(nbytes[order])
+        starts = ends - nbytes[order]
+        starts -= starts[firsts][file_of] if len(firsts) else 0
+        entry = np.empty(len(columns), np.int64)
+        entry[order] = np.arange(len(columns))
+        ranks = columns.rank[order][firsts]
+        names = tuple(data_file_name(int(r), save_id, int(p)) for r, p in zip(ranks, part[firsts], strict=True))
+        file_bytes = (
+            np.diff(np.r_[0, ends[np.r_[firsts[1:] - 1, len(ends) - 1]]]) if len(firsts) else np.zeros(0, np.int64)
+        )
+        return Placed(
+            names,
+            ranks,
+            file_bytes,
+            entry,
+            columns.tensor[order],
+            file_of,
+            starts,
+            columns.offsets[order],
+            columns.sizes[order],
+        )
+
+    def _parts(self, columns: Columns, order: IntArray) -> IntArray:
+        """Which of its rank's files each chunk goes to, in placement order."""
+        bounds = np.array(
+            [header_upper_bound(n, len(s)) for n, s in zip(columns.table.names, columns.table.shapes, strict=True)]
+            or [0]
+        )
+        header = np.cumsum(bounds[columns.tensor[order]])
+        rank = columns.rank[order]
+        firsts = np.flatnonzero(np.r_[True, np.diff(rank) != 0]) if len(rank) else np.zeros(0, np.int64)
+        before = np.r_[0, header][firsts]
+        return np.asarray(
+            (header - before[np.searchsorted(firsts, np.arange(len(rank)), side="right") - 1])
+            // (MAX_HEADER_BYTES // 2)
+        )
+
+    def files(
+        self, columns: Columns, placed: Placed, rank: int, save_id: str, payloads: Sequence[tuple[str, int]]
+    ) -> list[FilePlan]:
+        mine = np.flatnonzero(placed.file_rank == rank).tolist()
+        plans = [self._file(columns, placed, f, payloads if f == mine[-1] else ()) for f in mine]
+        if payloads and not mine:
+            plans.append(_plan(data_file_name(rank, save_id, 0), [], payloads))
+        return plans
+
+    def _file(self, columns: Columns, placed: Placed, file: int, payloads: Sequence[tuple[str, int]]) -> FilePlan:
+        table = columns.table
+        entries = []
+        rows = np.flatnonzero(placed.entry_file == file)
+        keys = choose_keys([table.names[int(t)] for t in placed.entry_tensor[rows]] + [n for n, _ in payloads])
+        for key, row in zip(keys[: len(rows)], rows, strict=True):
+            t = int(placed.entry_tensor[row])
+            d = len(table.shapes[t])
+            sizes = tuple(placed.entry_sizes[row, :d].tolist())
+            offsets = tuple(placed.entry_offsets[row, :d].tolist())
+            entries.append(
+                Entry(
+                    key, table.dtype(t), sizes, int(placed.entry_start[row]), table.names[t], table.shapes[t], offsets
+                )
+            )
+        return _plan(placed.files[file], entries, payloads, keys[len(rows) :])
+
+
+def _plan(name: str, entries: list[Entry], payloads: Sequence[tuple[str, int]], keys: Sequence[str] = ()) -> FilePlan:
+    """Appends the payloads as U8 entries."""
+    at = sum(int(np.prod(e.sizes, dtype=np.int64)) * e.dtype.itemsize for e in entries)
+    starts = {}
+    for key, (payload, nbytes) in zip(keys or choose_keys([n for n, _ in payloads]), payloads, strict=True):
+        entries.append(Entry(key, dtype_of("uint8"), (nbytes,), at, payload, (nbytes,), (0,)))
+        starts[payload] = at
+        at += nbytes
+    return FilePlan(name, build_header(entries), at, starts)
+
+
+def _uneven(columns: Columns) -> IntArray:
+    """0 for chunks of tensors whose chunks all have one size, so that the starts of later ones stay equal over files.
+
+    Known only where all chunks are: it must not change what a rank sees of itself, so it looks at
+    the chunk's own tensor: a chunk is even if it divides its tensor.
+    """
+    shapes = columns.table.padded_shapes()[columns.tensor]
+    return np.asarray((shapes % np.maximum(columns.sizes, 1) != 0).any(axis=1), np.int64)
+
+
+class FileSystemReader(StorageReader):
+    """Finds chunks of a checkpoint of this library.
+
+    Args:
+        path: path or URL of the checkpoint; None: `load(checkpoint_id=...)` says it.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        self.checkpoint_id = path
+
+    def at(self, checkpoint_id: str) -> FileSystemReader:
+        return FileSystemReader(checkpoint_id)
+
+    def identity(self) -> str:
+        return type(self).__name__
+
+    def load_metadata(self, store: ByteStore) -> Manifest:
+        try:
+            data = store.read(MANIFEST_NAME)
+        except MissingFileError as error:
+            present = store.list()
+            hint = (
+                f"the {len(present)} files there belong to a save that did not finish"
+                if any(n.startswith("rank-") for n in present)
+                else "give the directory that holds manifest.json"
+            )
+            raise CheckpointNotFoundError(
+                f"no checkpoint at {store.url}: there is no {MANIFEST_NAME}; {hint}"
+            ) from error
+        return Manifest(data, f"{store.url}/{MANIFEST_NAME}")
+
+    def locate(self, manifest: Manifest, wanted: Columns, rank: int) -> Located:
+        width = wanted.table.width
+        parts: list[tuple[IntArray, ...]] = []
+        bounds = np.r_[np.searchsorted(wanted.tensor, np.arange(len(wanted.table.names))), len(wanted)]
+        for number, name in enumerate(wanted.table.names):
+            rows = np.arange(bounds[number], bounds[number + 1])
+            if len(rows):
+                parts.append(self._locate(manifest, manifest.tensor(name), wanted, rows, rank))
+        none, boxes = np.zeros(0, np.int64), np.zeros((0, width), np.int64)
+        columns = (
+            [np.concatenate(c) for c in zip(*parts, strict=True)]
+            if parts
+            else [none, none, none, boxes, boxes, boxes, boxes]
+        )
+        return Located(tuple(f.name for f in manifest.files), *columns)
+
+    def _locate(
+        self, manifest: Manifest, stored: StoredTensor, wanted: Columns, rows: IntArray, rank: int
+    ) -> tuple[IntArray, ...]:
+        d = len(stored.shape)
+        offsets, sizes = wanted.offsets[rows, :d], wanted.sizes[rows, :d]
+        own = [c for c in stored.copies[1:] if len(c.file) and manifest.files[int(c.file[0])].rank == rank]
+        for chunks in (*own, *stored.copies):
+            low, part, hit = intersect(offsets[:, None], sizes[:, None], chunks.offsets[None], chunks.sizes[None])
+            want, chunk = np.nonzero(hit)
+            found = np.bincount(want, element_counts(part[want, chunk]), len(rows))
+            if (found == element_counts(sizes)).all():
+                pieces = (chunks.offsets[chunk], chunks.sizes[chunk], low[want, chunk], part[want, chunk])
+                padded = [pad(p, wanted.table.width, fill) for p, fill in zip(pieces, (0, 1, 0, 1), strict=True)]
+                return (rows[want], chunks.file[chunk], chunks.start[chunk], *padded)
+        raise CoverageError(f"{manifest.what}: {stored.name!r} is not stored whole: load an earlier checkpoint")

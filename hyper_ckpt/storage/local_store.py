@@ -1,0 +1,223 @@
+"""A directory as a byte store: local disks, and shared file systems mounted like one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+from hyper_ckpt.contracts.store import ByteStore, Expect, ObjectInfo, Sink
+from hyper_ckpt.errors import FileSizeError, StoreError
+from hyper_ckpt.storage import atomic, syscalls
+from hyper_ckpt.storage.buffers import runs
+from hyper_ckpt.storage.local_sink import LocalSink
+from hyper_ckpt.storage.names import check_name, temporary_name
+from hyper_ckpt.storage.syscalls import naming
+
+# Another process may remove an emptied directory between our making it and our using it.
+_ATTEMPTS = 10
+
+
+class LocalStore(ByteStore):
+    """Objects are files below a directory, which need not exist before the first write.
+
+    Args:
+        path: the root. A relative one is taken from the current directory, now and for good.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not os.fspath(path):
+            raise StoreError("an empty path names no directory; use '.' for the current one")
+        self.url = os.path.abspath(path)
+        self._unsynced: set[str] = set()  # directories with names that may not survive a power failure
+        self._unsynced_lock = threading.Lock()
+        self._sync_lock = threading.Lock()
+        self._warned = False
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self.url!r})"
+
+    def __reduce__(self) -> tuple[Callable[[str], LocalStore], tuple[str]]:
+        return LocalStore, (self.url,)
+
+    def create(self, name: str, size: int) -> Sink:
+        path = self._path(name)
+        with naming("creating", path, f" ({size:,} bytes wanted)"):
+            fd = self._open_new(path)
+            try:
+                syscalls.preallocate(fd, size)
+            except BaseException:
+                os.close(fd)
+                syscalls.unlink_quietly(path)
+                raise
+        return LocalSink(path, fd, size)
+
+    def read_into(self, name: str, ranges: Sequence[tuple[int, int]], buffers: Sequence[memoryview]) -> None:
+        path = self._path(name)
+        with naming("reading", path), _opened(path) as fd:
+            for start, views in runs(ranges, buffers):
+                _read_exactly(path, fd, start, views)
+
+    def read(self, name: str) -> bytes:
+        # One open file throughout: an object that is replaced meanwhile is still read whole.
+        path = self._path(name)
+        with naming("reading", path), _opened(path) as fd:
+            data = bytearray(os.fstat(fd).st_size)
+            _read_exactly(path, fd, 0, [memoryview(data)])
+        return bytes(data)
+
+    def list(self, prefix: str = "") -> list[str]:
+        names = []
+        root = os.path.join(self.url, "")
+        for folder, _, files in os.walk(self.url, onerror=_refuse_unless_gone):
+            parent = os.path.join(folder, "")[len(root) :]
+            names += [parent + file for file in files]
+        return sorted(name for name in names if name.startswith(prefix))
+
+    def delete(self, name: str) -> None:
+        path = self._path(name)
+        with naming("removing", path):
+            if not _unlink(path):
+                return
+        folder = os.path.dirname(path)
+        with contextlib.suppress(OSError):  # not empty, or not ours to remove: it stays
+            while folder != self.url:
+                os.rmdir(folder)
+                folder = os.path.dirname(folder)
+
+    def stat(self, name: str) -> ObjectInfo | None:
+        path = self._path(name)
+        with naming("looking up", path):
+            facts = atomic.facts_at(path)
+        if facts is None or not stat.S_ISREG(facts.st_mode):
+            return None
+        return ObjectInfo(facts.st_size, atomic.etag_of(facts), facts.st_mtime)
+
+    def publish(self, name: str, data: bytes, expect: Expect | str, *, sync: bool) -> str:
+        """See `ByteStore.publish`. Where only the sync of directories fails, the object is in place all the same."""
+        path = self._path(name)
+        temporary = self._path(temporary_name(name))
+        with naming("publishing", path):
+            try:
+                etag = self._write_whole(temporary, data, sync)
+                if expect is Expect.ABSENT:
+                    atomic.link_new(temporary, path, self._warn_unguarded)
+                else:
+                    atomic.replace(temporary, path, expect, self._warn_unguarded)
+            finally:
+                syscalls.unlink_quietly(temporary)
+        if sync:
+            self.sync()
+        return etag
+
+    def sync(self) -> None:
+        # One at a time: a thread that finds nothing left to sync must not return before it is synced.
+        with self._sync_lock:
+            with self._unsynced_lock:
+                folders, self._unsynced = self._unsynced | {self.url}, set()
+            try:
+                for folder in sorted(folders):
+                    with naming("syncing", folder):
+                        syscalls.sync_directory(folder)
+            except BaseException:
+                with self._unsynced_lock:
+                    self._unsynced |= folders
+                raise
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.url, check_name(name))
+
+    def _open_new(self, path: str) -> int:
+        """Opens a new file, in directories made on the way, and notes what is to be synced."""
+        folder = os.path.dirname(path)
+        attempts = _ATTEMPTS
+        while True:
+            self._make_directories(folder)
+            try:
+                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            except FileNotFoundError:
+                attempts -= 1
+                if not attempts:
+                    raise
+            else:
+                self._note_unsynced(folder)
+                return fd
+
+    def _make_directories(self, folder: str) -> None:
+        missing = []
+        while not os.path.isdir(folder) and folder != os.path.dirname(folder):
+            missing.append(folder)
+            folder = os.path.dirname(folder)
+        for each in reversed(missing):
+            try:
+                os.mkdir(each)
+            except (FileExistsError, FileNotFoundError):
+                continue  # somebody else made it, or removed the one above: the open that follows will tell
+            self._note_unsynced(os.path.dirname(each))
+
+    def _note_unsynced(self, folder: str) -> None:
+        with self._unsynced_lock:
+            self._unsynced.add(folder)
+
+    def _write_whole(self, path: str, data: bytes, sync: bool) -> str:
+        """Writes a new file and returns its etag."""
+        fd = self._open_new(path)
+        try:
+            syscalls.write_all(fd, 0, memoryview(data))
+            if sync:
+                syscalls.sync_file(fd)
+        finally:
+            os.close(fd)
+        return atomic.etag_of(os.stat(path))  # after the close, when a file server has set its times
+
+    def _warn_unguarded(self, what: str, cause: OSError) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"the file system of {self.url} has no {what} ({cause.strerror}): two jobs that save to this path at the "
+            "same time would go unnoticed. Let only one job save to it.",
+            stacklevel=2,
+        )
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _read_exactly(path: str, fd: int, start: int, views: Sequence[memoryview]) -> None:
+    wanted = sum(view.nbytes for view in views)
+    got = syscalls.read_all(fd, start, views)
+    if got < wanted:
+        raise FileSizeError(
+            f"{path} ends early: {wanted:,} bytes are wanted from byte {start:,} on, {got:,} are there. "
+            "It was cut short or replaced since it was saved; load another checkpoint."
+        )
+
+
+def _unlink(path: str) -> bool:
+    """Whether there was a file to remove."""
+    try:
+        os.unlink(path)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return False
+    except OSError as error:
+        # A read-only file system says so before it looks whether there is a file.
+        if error.errno != errno.EROFS or os.path.lexists(path):
+            raise
+        return False
+    return True
+
+
+def _refuse_unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise syscalls.store_error("listing", str(error.filename), error) from error

@@ -1,0 +1,1 @@
+"""The PyTorch platform of hyper-ckpt. Importing this package does not import torch."""

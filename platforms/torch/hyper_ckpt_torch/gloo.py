@@ -1,0 +1,129 @@
+"""Gloo groups of our own, over a store of our own.
+
+Not made by `torch.distributed.new_group`: without `use_local_synchronization` all ranks of the job have to
+call it, and with it the group's name depends on how many groups a process has made before, so that
+members with different histories (pipeline stages) wait for each other under different names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hyper_ckpt.contracts.platform import ByteBuffer
+from hyper_ckpt.errors import RankFailedError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store  # hidden from type checkers elsewhere
+else:
+    from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+
+# For ranks that have met in the mailbox just before.
+COLLECTIVE_TIMEOUT = timedelta(seconds=1800)
+
+
+@contextlib.contextmanager
+def _failures_named() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankFailedError("a collective failed: a rank has ended, or cannot be reached (see the cause)") from error
+
+
+@dataclass(frozen=True)
+class Works:
+    """Collectives under way, and the memory they use."""
+
+    works: tuple[Any, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+    def wait(self) -> None:
+        with _failures_named():
+            for work in self.works:
+                work.wait()
+
+
+class GlooGroup:
+    """Collectives of some ranks; members count from 0 in the order of `ranks`.
+
+    Making one connects its members, who all do so; nobody else takes part.
+
+    Args:
+        store: of this process alone, since connecting waits in it.
+        ranks: names the group: one group per set of ranks and store.
+        member: this process's place in `ranks`.
+    """
+
+    def __init__(self, store: Store, ranks: Sequence[int], member: int) -> None:
+        name = hashlib.sha256(np.asarray(ranks, "<i8").tobytes()).hexdigest()[:32]
+        self.size = len(ranks)
+        self.member = member
+        with _failures_named():
+            self._gloo: Any = ProcessGroupGloo(
+                PrefixStore(f"group/{name}", store), member, self.size, COLLECTIVE_TIMEOUT
+            )
+
+    @_failures_named()
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Everybody's value. Each is padded to the largest."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self._all_gather_sizes(data.numel())
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        gathered = [torch.empty_like(padded) for _ in sizes]
+        self._gloo.allgather(gathered, padded).wait()
+        return [pickle.loads(each[:size].numpy().tobytes()) for each, size in zip(gathered, sizes, strict=True)]
+
+    @_failures_named()
+    def gather_bytes(self, data: bytes) -> list[bytes] | None:
+        """Everybody's bytes at member 0, each sent as it is."""
+        sizes = self._all_gather_sizes(len(data))
+        if self.member != 0:
+            self._send([(0, data)])
+            return None
+        return [data, *self._receive([(member, sizes[member]) for member in range(1, self.size)])]
+
+    @_failures_named()
+    def scatter_bytes(self, parts: Sequence[bytes] | None) -> bytes:
+        """Part m of member 0's `parts` at member m, each sent as it is."""
+        size = torch.zeros(1, dtype=torch.int64)
+        self._gloo.scatter(size, [torch.tensor([len(part)]) for part in parts or ()], 0).wait()
+        if self.member == 0 and parts is not None:
+            self._send(list(enumerate(parts))[1:])
+            return bytes(parts[0])
+        return self._receive([(0, int(size))])[0]
+
+    @_failures_named()
+    def broadcast(self, buffers: Sequence[ByteBuffer], source: int) -> Works:
+        """Member `source`'s buffers into everybody's, in place."""
+        tensors = tuple(_as_tensor(buffer) for buffer in buffers if buffer.size)
+        return Works(tuple(self._gloo.broadcast(tensor, source) for tensor in tensors), tensors)
+
+    def _all_gather_sizes(self, size: int) -> list[int]:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._gloo.allgather(sizes, torch.tensor([size])).wait()
+        return [int(each) for each in sizes]
+
+    def _send(self, parts: Sequence[tuple[int, bytes]]) -> None:
+        tensors = [(to, torch.frombuffer(bytearray(data), dtype=torch.uint8)) for to, data in parts if data]
+        for work in [self._gloo.send([tensor], to, 0) for to, tensor in tensors]:
+            work.wait()
+
+    def _receive(self, sizes: Sequence[tuple[int, int]]) -> list[bytes]:
+        parts = [(source, torch.empty(size, dtype=torch.uint8)) for source, size in sizes]
+        for work in [self._gloo.recv([part], source, 0) for source, part in parts if part.numel()]:
+            work.wait()
+        return [part.numpy().tobytes() for _, part in parts]
+
+
+def _as_tensor(buffer: ByteBuffer) -> torch.Tensor:
+    # torch has no read-only tensors and warns of read-only memory, which only a source may be.
+    return torch.from_numpy(buffer if buffer.flags.writeable else np.array(buffer))

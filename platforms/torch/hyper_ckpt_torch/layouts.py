@@ -1,0 +1,155 @@
+"""How DTensors lie over ranks, in the terms of hyper_ckpt.layout."""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hyper_ckpt.errors import UnsupportedLayoutError
+from hyper_ckpt.layout import Mesh, MeshLayout, Placement, Replicate, Shard, expand
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def as_dtensor(value: Any) -> DTensor | None:
+    """The value, if it is a DTensor. Imports nothing: where DTensor isn't imported, there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return value if module is not None and isinstance(value, module.DTensor) else None
+
+
+def local_tensor(value: DTensor) -> torch.Tensor:
+    """This rank's part, complete and outside autograd."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    with torch.no_grad():
+        local = value.to_local()
+    if isinstance(local, AsyncCollectiveTensor):
+        local = local.wait()
+    return local.detach()
+
+
+class Layouts:
+    """Translates layouts for the ranks of one process group.
+
+    Args:
+        global_ranks: torch's rank of each of the group's ranks.
+    """
+
+    def __init__(self, global_ranks: Sequence[int]) -> None:
+        self._number_of = {rank: number for number, rank in enumerate(global_ranks)}
+        # A mesh may hold thousands of ranks and serves hundreds of tensors.
+        self._meshes: weakref.WeakKeyDictionary[DeviceMesh, Mesh] = weakref.WeakKeyDictionary()
+
+    def of(self, value: DTensor) -> MeshLayout:
+        """The layout of a DTensor.
+
+        Raises:
+            UnsupportedLayoutError: it cannot be stored as it lies.
+        """
+        placements = tuple(_placement(each, value) for each in value.placements)
+        return MeshLayout(self._mesh(value.device_mesh), placements, _cutting_order(value))
+
+    def own_box(self, value: DTensor, local: torch.Tensor) -> Box | None:
+        """(offsets, sizes) of this rank's part `local`, None if the rank is not in the mesh.
+
+        Raises:
+            UnsupportedLayoutError: the local tensor has another shape than its placements say.
+        """
+        coordinate = value.device_mesh.get_coordinate()
+        if coordinate is None:
+            return None
+        layout = self.of(value)
+        column = np.asarray(coordinate, np.int64).reshape(-1, 1)
+        offsets, sizes = expand(tuple(value.shape), layout.mesh.shape, layout.placements, layout.order, column)
+        box = (tuple(offsets[0].tolist()), tuple(sizes[0].tolist()))
+        if tuple(local.shape) != box[1]:
+            raise UnsupportedLayoutError(
+                f"a DTensor of shape {tuple(value.shape)} has a local tensor of shape {tuple(local.shape)} at "
+                f"coordinate {tuple(coordinate)} of its mesh {layout.mesh.shape}, but {value.placements} means "
+                f"{box[1]} there: redistribute it to plain Shard and Replicate placements before saving"
+            )
+        return box
+
+    def _mesh(self, mesh: DeviceMesh) -> Mesh:
+        known = self._meshes.get(mesh)
+        if known is None:
+            ranks = mesh.mesh.flatten().tolist()
+            outside = [rank for rank in ranks if rank not in self._number_of]
+            if outside:
+                raise UnsupportedLayoutError(
+                    f"a DTensor lies on ranks {outside[:8]}, which are not in the process group that saves or loads: "
+                    "use a TorchPlatform whose process_group has all ranks of the mesh"
+                )
+            known = Mesh(tuple(mesh.mesh.shape), tuple(self._number_of[rank] for rank in ranks))
+            self._meshes[mesh] = known
+        return known
+
+
+def _placement(placement: Any, value: DTensor) -> Placement:
+    from torch.distributed.tensor import Partial
+    from torch.distributed.tensor import Replicate as TorchReplicate
+    from torch.distributed.tensor import Shard as TorchShard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if type(placement) is TorchReplicate:
+        return Replicate()
+    if type(placement) in (TorchShard, _StridedShard):
+        return Shard(placement.dim)
+    if isinstance(placement, Partial):
+        raise UnsupportedLayoutError(
+            f"a DTensor of shape {tuple(value.shape)} has a Partial placement: its value is only the sum over ranks. "
+            "Redistribute it to Shard or Replicate first"
+        )
+    raise UnsupportedLayoutError(
+        f"the placement {placement!r} of a DTensor of shape {tuple(value.shape)} is not supported: "
+        "redistribute it to Shard or Replicate first"
+    )
+
+
+def _cutting_order(value: DTensor) -> tuple[int, ...]:
+    """The mesh dimensions in the order in which they cut; () where that is left to right."""
+    mesh_shape = tuple(value.device_mesh.mesh.shape)
+    by_dim = _strided_order(value.placements, mesh_shape)
+    if by_dim is None:
+        raise UnsupportedLayoutError(
+            f"the strided placements {value.placements} on a mesh of shape {mesh_shape} mean no order of cuts, as a "
+            "view of a sharded tensor may have: redistribute it to plain Shard placements first"
+        )
+    # Since torch 2.9 a spec may say the order itself, in place of strided placements.
+    explicit = getattr(value._spec, "shard_order", None)
+    if explicit is not None and not any(hasattr(placement, "split_factor") for placement in value.placements):
+        by_dim = {tensor_dim: list(mesh_dims) for tensor_dim, mesh_dims in explicit}
+    cuts = [mesh_dim for tensor_dim in sorted(by_dim) for mesh_dim in by_dim[tensor_dim]]
+    if all(dims == sorted(dims) for dims in by_dim.values()):
+        return ()
+    return (*cuts, *(dim for dim in range(len(mesh_shape)) if dim not in cuts))
+
+
+def _strided_order(placements: Sequence[Any], mesh_shape: tuple[int, ...]) -> dict[int, list[int]] | None:
+    """Per tensor dimension, the mesh dimensions in the order of their cuts, or None if there is no such order.
+
+    The split factor of a strided shard is the number of pieces that mesh dimensions further right have
+    cut before it; a plain Shard has 1, so it cuts before all of these.
+    """
+    orders: dict[int, list[int]] = {}
+    for mesh_dim in reversed(range(len(placements))):
+        placement = placements[mesh_dim]
+        if not hasattr(placement, "dim"):
+            continue
+        order = orders.setdefault(placement.dim, [])
+        factor = getattr(placement, "split_factor", 1)
+        pieces = [math.prod(mesh_shape[dim] for dim in order[:place]) for place in range(len(order) + 1)]
+        if factor not in pieces:
+            return None
+        order.insert(pieces.index(factor), mesh_dim)
+    return orders

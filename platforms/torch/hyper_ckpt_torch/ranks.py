@@ -1,0 +1,96 @@
+"""The ranks of a torch process group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch.distributed as dist
+
+from hyper_ckpt.contracts.platform import ByteBuffer, Done, Pending, Ranks
+from hyper_ckpt.errors import PlanError
+from hyper_ckpt_torch.gloo import GlooGroup
+from hyper_ckpt_torch.mailbox import StoreMailbox, open_mailbox
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Some ranks of the platform. `gloo` is None where there is nobody to talk to."""
+
+    ranks: tuple[int, ...]
+    gloo: GlooGroup | None
+
+
+class TorchRanks(Ranks):
+    """The members of `process_group`, numbered 0..world_size-1 as there, two or more.
+
+    The process group itself is never used. Nothing is connected before it is needed: the mailbox first,
+    which waits for rank 0 alone; gloo groups at the first collective, when all have met in the mailbox.
+
+    Args:
+        process_group: initialised; this process is a member.
+        mailbox_host: see `TorchPlatform`.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, mailbox_host: str | None = None) -> None:
+        self._process_group_name = process_group.group_name
+        self._mailbox_host = mailbox_host
+        self._rank = dist.get_rank(process_group)
+        self.global_ranks = tuple(dist.get_process_group_ranks(process_group))
+        self._groups: dict[tuple[int, ...], RankGroup] = {}
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return len(self.global_ranks)
+
+    @cached_property
+    def mailbox(self) -> StoreMailbox:
+        return open_mailbox(self._process_group_name, self._rank, self.world_size, self._mailbox_host)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return self._everybody.all_gather_object(value)
+
+    def gather_bytes(self, data: bytes) -> list[bytes] | None:
+        return self._everybody.gather_bytes(data)
+
+    def scatter_bytes(self, parts: Sequence[bytes] | None) -> bytes:
+        if self._rank == 0 and (parts is None or len(parts) != self.world_size):
+            raise PlanError(f"rank 0 scatters exactly {self.world_size} parts")
+        return self._everybody.scatter_bytes(parts if self._rank == 0 else None)
+
+    def broadcast_into(self, buffers: Sequence[ByteBuffer], src: int, group: Any = None) -> Pending:
+        members: RankGroup = self._group(tuple(range(self.world_size))) if group is None else group
+        if src not in members.ranks:
+            raise PlanError(f"a broadcast from rank {src} in the group of ranks {members.ranks}")
+        return Done() if members.gloo is None else members.gloo.broadcast(buffers, members.ranks.index(src))
+
+    def groups(self, rank_sets: Sequence[tuple[int, ...]]) -> list[Any]:
+        return [self._group(tuple(ranks)) if self._rank in ranks else None for ranks in rank_sets]
+
+    @cached_property
+    def _everybody(self) -> GlooGroup:
+        group = self._group(tuple(range(self.world_size))).gloo
+        if group is None:
+            raise PlanError("a world of one has nobody to talk to: its ranks are a SingleRank")
+        return group
+
+    @cached_property
+    def _store(self) -> Any:
+        # Not the mailbox's own client: connecting a group waits in it, and nobody else gets through meanwhile.
+        return self.mailbox.another_client()
+
+    def _group(self, ranks: tuple[int, ...]) -> RankGroup:
+        """The group of `ranks`, made once, by its members only. It takes connections, but no device memory."""
+        known = self._groups.get(ranks)
+        if known is None:
+            if ranks != tuple(sorted(set(ranks))) or ranks[-1] >= self.world_size:
+                raise PlanError(f"a group is a sorted set of ranks below {self.world_size}, not {ranks}")
+            gloo = GlooGroup(self._store, ranks, ranks.index(self._rank)) if len(ranks) > 1 else None
+            known = self._groups[ranks] = RankGroup(ranks, gloo)
+        return known

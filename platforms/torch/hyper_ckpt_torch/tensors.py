@@ -1,0 +1,206 @@
+"""torch tensors and DTensors, as the core sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hyper_ckpt.builtin.numpy_tensors import check_writable, memory_key, overlaps_itself
+from hyper_ckpt.contracts.platform import (
+    WHOLE_FINGERPRINT_BYTES,
+    Carrier,
+    LocalShard,
+    TensorDescription,
+    Tensors,
+    sampled_fingerprint,
+)
+from hyper_ckpt.dtypes import BY_NAME, dtype_of
+from hyper_ckpt.errors import TargetError, UnsupportedDtypeError, UnsupportedStateError
+from hyper_ckpt.layout import Replicated
+from hyper_ckpt_torch.devices import current_device
+from hyper_ckpt_torch.layouts import Layouts, as_dtensor, local_tensor
+
+# Older releases of torch lack the youngest dtypes.
+NAMES = {getattr(torch, name): name for name in BY_NAME if hasattr(torch, name)}
+_REMEDIES = {
+    "complex32": "save torch.view_as_real(tensor)",
+    "float4_e2m1fn_x2": "save tensor.view(torch.uint8)",
+}
+# Kernels exist for these, while many lack the unsigned, fp8 and 4-bit types.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # as sampled_fingerprint takes them
+
+
+class TorchTensors(Tensors):
+    """`torch.Tensor`, `Parameter` and `DTensor`.
+
+    Args:
+        global_ranks: torch's rank of each rank of the platform.
+    """
+
+    def __init__(self, global_ranks: Sequence[int]) -> None:
+        self._layouts = Layouts(global_ranks)
+
+    def describe(self, value: Any) -> TensorDescription | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        dtensor = as_dtensor(value)
+        local = value if dtensor is None else local_tensor(dtensor)
+        _check_storable(local)
+        layout = Replicated() if dtensor is None else self._layouts.of(dtensor)
+        return TensorDescription(_dtype_name(value.dtype), tuple(value.shape), layout, local.device.type != "meta")
+
+    def local_shards(self, value: Any) -> list[LocalShard]:
+        dtensor = as_dtensor(value)
+        if dtensor is None:
+            return [LocalShard((0,) * value.ndim, tuple(value.shape), value.detach())]
+        local = local_tensor(dtensor)
+        box = self._layouts.own_box(dtensor, local)
+        return [] if box is None else [LocalShard(*box, local)]
+
+    def host_view(self, shard: LocalShard) -> Carrier | None:
+        tensor: torch.Tensor = shard.data
+        if tensor.device.type != "cpu":
+            return None
+        return _carriers(tensor.resolve_conj().resolve_neg())
+
+    def writable(self, shard: LocalShard) -> Carrier | None:
+        tensor: torch.Tensor = shard.data
+        check_target(tensor)
+        if tensor.device.type != "cpu":
+            return None
+        if not tensor.is_inference():
+            # Writes through numpy go past autograd: without this, a backward pass that saved the old
+            # values would go on with the new ones in silence.
+            torch.autograd.graph.increment_version(tensor)
+        return check_writable(_carriers(tensor))
+
+    def fingerprint(self, shards: Sequence[LocalShard]) -> bytes:
+        return sampled_fingerprint([self._view_or_samples(shard) for shard in shards])
+
+    def empty(self, description: TensorDescription, like: Any = None) -> torch.Tensor:
+        dtype = torch_dtype(description.dtype)
+        dtensor = as_dtensor(like)
+        if dtensor is not None:
+            device = current_device(dtensor.device_mesh.device_type)
+            return torch.empty_like(dtensor.detach(), dtype=dtype, device=device)
+        on_device = isinstance(like, torch.Tensor) and like.device.type != "meta"
+        return torch.empty(description.shape, dtype=dtype, device=like.device if on_device else "cpu")
+
+    def storage_key(self, shard: LocalShard) -> Hashable | None:
+        tensor: torch.Tensor = shard.data
+        strides = [step * tensor.element_size() for step in tensor.stride()]
+        dtype = NAMES[tensor.dtype]
+        key = memory_key(tensor.data_ptr(), tuple(tensor.shape), strides, dtype)
+        if key is None or tensor.device.type == "meta":
+            return None
+        # A conjugated view has the memory, but not the elements, of its base.
+        view = (tensor.is_conj(), tensor.is_neg())
+        on_host = tensor.device.type == "cpu" and not any(view)
+        return key if on_host else (key, str(tensor.device), view)
+
+    def _view_or_samples(self, shard: LocalShard) -> Carrier:
+        view = self.host_view(shard)
+        return view if view is not None else device_samples(shard.data)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype called `name`.
+
+    Raises:
+        UnsupportedDtypeError: there is none, or this release of torch lacks it.
+    """
+    dtype_of(name)
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise UnsupportedDtypeError(f"torch {torch.__version__} has no dtype {name}: use a newer torch, or numpy")
+    return found
+
+
+def bits_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Integers of the item size; complex128 stays, being wider than any."""
+    return _BITS.get(dtype.itemsize, dtype)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as `bits_dtype`, strides kept."""
+    return tensor.view(bits_dtype(tensor.dtype))
+
+
+def check_target(tensor: torch.Tensor) -> None:
+    """Refuses tensors that cannot be written into.
+
+    Raises:
+        TargetError: elements share memory, or the tensor is a lazy conjugate or negative of another one.
+    """
+    if tensor.is_conj() or tensor.is_neg():
+        raise TargetError("a conjugated or negated view cannot be loaded into: load into its base, or a clone()")
+    if overlaps_itself(tensor.shape, tensor.stride(), 1):
+        raise TargetError(
+            f"several elements of the tensor share memory (shape {tuple(tensor.shape)}, strides {tensor.stride()}, "
+            "made by expand()?): load into a clone()"
+        )
+
+
+def device_samples(tensor: torch.Tensor) -> Carrier:
+    """What `sampled_fingerprint` would look at, brought to the host: all of a small tensor, pieces of a large one.
+
+    Equal contents give equal fingerprints whichever device holds them.
+    """
+    tensor = bits(tensor.detach().resolve_conj().resolve_neg())
+    if tensor.nbytes >= WHOLE_FINGERPRINT_BYTES:
+        count = max(_SAMPLE_BYTES // tensor.element_size(), 1)
+        starts = np.linspace(0, tensor.numel() - count, _SAMPLES).astype(np.int64)
+        elements = (starts[:, None] + np.arange(count)).reshape(-1)
+        index = np.unravel_index(elements, tuple(tensor.shape))
+        tensor = tensor[tuple(torch.from_numpy(along).to(tensor.device) for along in index)]
+    view: Carrier = tensor.cpu().numpy()
+    return view
+
+
+def _carriers(tensor: torch.Tensor) -> Carrier:
+    """The memory of a host tensor as an array of carriers."""
+    carrier = BY_NAME[NAMES[tensor.dtype]].carrier
+    view: Carrier = bits(tensor.detach()).numpy().view(carrier)
+    return view
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    name = NAMES.get(dtype)
+    if name is None:
+        short = str(dtype).removeprefix("torch.")
+        raise UnsupportedDtypeError(
+            f"a tensor of dtype {dtype} cannot be stored: {_REMEDIES.get(short, 'convert it with tensor.to(...)')}"
+        )
+    return name
+
+
+def _check_storable(tensor: torch.Tensor) -> None:
+    """Refuses tensors whose elements don't lie in memory as their shape and dtype say."""
+    kind = type(tensor).__qualname__
+    if torch.nn.parameter.is_lazy(tensor):
+        raise UnsupportedStateError(f"a {kind} has no shape yet: run the module once before saving or loading")
+    if tensor.is_quantized:
+        raise UnsupportedDtypeError(
+            "a quantized tensor cannot be stored: save its int_repr(), scales and zero points, or its dequantize()"
+        )
+    if tensor.layout is not torch.strided:
+        raise UnsupportedStateError(
+            f"a tensor of layout {tensor.layout} cannot be stored: save its parts (indices(), values(), ...) or its "
+            "to_dense()"
+        )
+    if tensor.is_nested:
+        raise UnsupportedStateError("a nested tensor cannot be stored: save its unbind(), a list of tensors")
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise UnsupportedStateError(
+            f"a {kind} is a tensor only from outside, its data is elsewhere: save the plain tensors inside it, or "
+            "register a codec for its type"
+        )
+    if tensor.device.type != "meta" and tensor.numel() and not tensor.untyped_storage().nbytes():
+        raise UnsupportedStateError(
+            "the memory of a tensor was freed (a parameter that FSDP has gathered and dropped?): take the state from "
+            "state_dict()"
+        )

@@ -1,0 +1,17 @@
+"""Every ```python block of the README and the docs runs: per file in order, in one namespace and an empty folder."""
+
+from pathlib import Path
+
+import pytest
+from sybil import Document
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for example in Document.parse(str(page), PythonCodeBlockParser(), SkipParser()).examples():
+        example.evaluate()
