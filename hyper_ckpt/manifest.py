@@ -34,11 +34,11 @@ class Part(msgspec.Struct, frozen=True, omit_defaults=True):
     files: list[int] = []
 
 
-class TensorRow(Part, frozen=True, omit_defaults=True):
+class TensorRow(Part, frozen=True, omit_defaults=True, kw_only=True):
     """A tensor of the manifest; the inherited fields are the copy that covers it."""
 
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
+    dtype: str
+    shape: tuple[int, ...]
     copies: list[Part] = []
 
 
@@ -298,9 +298,11 @@ def encode_manifest(content: ManifestContent, columns: Columns, placed: Placed) 
     for number, name in enumerate(columns.table.names):
         first, *copies = parts.get(number, [Part()])
         rows[name] = TensorRow(
-            first.grid, first.start, first.offsets, first.sizes, first.files,
-            columns.table.dtypes[number], columns.table.shapes[number], copies,
-        )  # fmt: skip
+            **msgspec.structs.asdict(first),
+            dtype=columns.table.dtypes[number],
+            shape=columns.table.shapes[number],
+            copies=copies,
+        )
     document = _Document(
         FORMAT, VERSION, ZERO_DIGEST, content.save_id, content.world_size, content.created, content.library,
         list(content.files), list(content.receipts), writer.file_lists, writer.grids,

@@ -30,6 +30,7 @@ from hyper_ckpt.planning.describe import describe_tensor, find_ties, local_shard
 from hyper_ckpt.planning.standard import StandardLoadPlanner
 from hyper_ckpt.registry import registry
 from hyper_ckpt.state import BlobNode, FlatState, Node, compare, decode_tree, flatten, restore, select, skeleton
+from hyper_ckpt.state.walk import blob_owners, values_by_kind
 from hyper_ckpt.storage.filesystem import FileSystemReader
 
 MAX_ATTEMPTS = 3
@@ -163,7 +164,8 @@ class LoadCall:
 
 @dataclass(eq=False)
 class Match:
-    """How the target and the checkpoint fit. `wanted` holds the targets to fill, new ones where they had no memory."""
+    """How the target and the checkpoint fit. `wanted` holds the targets to fill, new ones where they had no memory;
+    `values` the names of the target's other leaves."""
 
     saved: Node
     borrowed: tuple[str, ...]
@@ -173,6 +175,7 @@ class Match:
     wanted: dict[str, Any] = field(default_factory=dict)
     replaced: dict[str, Any] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
+    values: frozenset[str] = frozenset()
 
 
 class Loading:
@@ -260,7 +263,7 @@ class Loading:
     def _match(self, flat: FlatState, manifest: Manifest) -> Match:
         """Compares names, kinds, shapes and dtypes, before any data is read."""
         chosen = select(decode_tree(manifest.state), self._ranks.rank)
-        match = Match(chosen.tree, chosen.borrowed)
+        match = Match(chosen.tree, chosen.borrowed, values=frozenset(values_by_kind(flat.tree)))
         problems: dict[str, list[str]] = {}
         misfits = set()
         for d in compare(flat.tree, chosen.tree):
@@ -328,6 +331,7 @@ class Loading:
                 columns = planner.finalize_plan(description, rank, boxes)
             located = self._locate(manifest, columns)
             stored.check_files(np.unique(located.file).tolist())
+            self._read_values(match, stored)
             targets = {name: self._targets(name, match.wanted[name]) for name in match.wanted}
             job = LoadJob(
                 self._ranks,
@@ -361,6 +365,16 @@ class Loading:
         description = describe_tensor(name, value, self._context)
         shards = local_shards(name, value, self._context)
         return [Target(name, s, description.dtype, self._tensors.writable(s)) for s in shards]
+
+    def _read_values(self, match: Match, stored: Stored) -> None:
+        """Reads the payloads and blobs that the target wants: a damaged one is found before anything is filled."""
+        rank = self._ranks.rank
+        for name, kind in values_by_kind(match.saved).items():
+            if kind == "per_rank" and name in match.values and rank < stored.world_size:
+                stored.payload(rank, name)
+        for name, owner in blob_owners(match.saved):
+            if name in match.values:
+                stored.payload(owner, name)
 
     def _read(self, flat: FlatState, match: Match, stored: Stored, loader: Loader) -> None:
         platform = self._call.platform

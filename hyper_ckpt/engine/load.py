@@ -54,15 +54,18 @@ class Stored:
         self.world_size = manifest.world_size
         self._pieces: dict[int, dict[tuple[str, int, int], PieceRecord]] = {}
         self._receipts: dict[int, Receipt] = {}
+        self._payloads: dict[tuple[int, str], bytes | None] = {}
 
     def check_files(self, numbers: Sequence[int]) -> None:
-        """Checks that files exist and have the recorded sizes and headers.
+        """Checks that files exist and have the recorded sizes and headers, and reads the receipts that verifying needs.
 
         Raises:
             MissingFileError, FileSizeError, HeaderError: naming the file.
         """
         for number in numbers:
             check_file(self._store, self._manifest.files[number])
+            if self._verify:
+                self.receipt(self._manifest.files[number].rank)
 
     def receipt(self, rank: int) -> Receipt:
         """A rank's receipt, read once."""
@@ -79,7 +82,12 @@ class Stored:
         return Piece(name, record.name, record.data_start + start, nbytes, digests)
 
     def payload(self, rank: int, name: str) -> bytes | None:
-        """A payload that a rank saved, verified; None if it saved none of this name."""
+        """A payload that a rank saved, verified, read once; None if it saved none of this name."""
+        if (rank, name) not in self._payloads:
+            self._payloads[rank, name] = self._read_payload(rank, name)
+        return self._payloads[rank, name]
+
+    def _read_payload(self, rank: int, name: str) -> bytes | None:
         receipt = self.receipt(rank)
         if name not in receipt.payloads:
             return None

@@ -1,0 +1,155 @@
+"""Which checkpoints lie in a directory."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_ckpt.cli.text import natural
+from hyper_ckpt.contracts.store import ByteStore
+from hyper_ckpt.engine.commit import listed_files
+from hyper_ckpt.errors import CheckpointError, MissingFileError, VersionError
+from hyper_ckpt.manifest import FORMAT, MANIFEST_NAME, Manifest
+from hyper_ckpt.storage.local_store import LocalStore
+from hyper_ckpt.storage.syscalls import store_error
+
+_PART = re.compile(r"rank-\d{5,}-[0-9a-f]{16}(-\d{4,})?\.safetensors|receipts/rank-\d{5,}-[0-9a-f]{16}\.json")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A checkpoint of a directory. What an unfinished or unreadable one does not say is None.
+
+    Args:
+        name: of the directory; "." is the listed one itself.
+        state: complete, incomplete (files of a save without a manifest), damaged, or newer (than this release).
+        created: seconds since the epoch; of an incomplete one, when it was last written to.
+        nbytes: of its data files.
+    """
+
+    name: str
+    path: str
+    state: str
+    created: float
+    nbytes: int
+    world_size: int | None = None
+    tensors: int | None = None
+    save_id: str | None = None
+    format_version: int | None = None
+    problem: str | None = None
+
+
+def is_part(name: str) -> bool:
+    """Whether a save wrote the object of this name, unless it is a manifest."""
+    return _PART.fullmatch(name) is not None
+
+
+def checkpoints(store: ByteStore) -> list[Entry]:
+    """The checkpoints at the root of a store and one level below: newest last, those whose names differ
+    only in numbers together and in the order of these."""
+    found = [entry for name, names in _folders(store).items() if (entry := _entry(store, name, names)) is not None]
+    newest: dict[str, float] = defaultdict(float)
+    for entry in found:
+        newest[_stem(entry)] = max(newest[_stem(entry)], entry.created)
+    return sorted(found, key=lambda e: (newest[_stem(e)], _stem(e), natural(e.name)))
+
+
+def _stem(entry: Entry) -> str:
+    return re.sub("[0-9]+", "#", entry.name)
+
+
+def _folders(store: ByteStore) -> dict[str, set[str]]:
+    """Names of objects by the folder below the root ("" is the root), as seen from that folder."""
+    folders: dict[str, set[str]] = defaultdict(set)
+    if isinstance(store, LocalStore):
+        # Not `store.list`: it walks all that lies below, however much that is.
+        for folder in ("", *_subfolders(store.url)):
+            folders[folder] = _local_names(os.path.join(store.url, folder))
+        return folders
+    for name in store.list():
+        folder, _, rest = name.partition("/")
+        folders[""].add(name)
+        if rest:
+            folders[folder].add(rest)
+    return folders
+
+
+def _subfolders(path: str) -> list[str]:
+    try:
+        with os.scandir(path) as found:
+            return [each.name for each in found if each.is_dir()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise store_error("listing", path, error) from error
+
+
+def _local_names(path: str) -> set[str]:
+    """What lies in a directory and in its receipts/; nothing if it cannot be listed."""
+    try:
+        names = set(os.listdir(path))
+        return names | ({f"receipts/{name}" for name in os.listdir(os.path.join(path, "receipts"))})
+    except FileNotFoundError:
+        return names if "names" in locals() else set()
+    except OSError:
+        return set()
+
+
+def _entry(store: ByteStore, folder: str, names: set[str]) -> Entry | None:
+    """What a folder holds; None if that is no checkpoint, not even part of one."""
+    prefix = f"{folder}/" if folder else ""
+    parts = sorted(filter(is_part, names))
+    about: dict[str, Any] = {"name": folder or ".", "path": f"{store.url.rstrip('/')}/{folder}".rstrip("/")}
+    if MANIFEST_NAME in names:
+        try:
+            data = store.read(prefix + MANIFEST_NAME)
+            if not parts and not data.startswith(b'{"format":"%s"' % FORMAT.encode()):
+                return None  # many programs have a file of this name
+            return _complete(store, prefix, Manifest(data), about)
+        except CheckpointError as error:
+            state = "newer" if isinstance(error, VersionError) else "damaged"
+            return Entry(**about, **_totals(store, prefix, parts), state=state, problem=str(error))
+    if not parts:
+        return None
+    problem = f"there is no {MANIFEST_NAME}: the save did not finish, or is still running"
+    return Entry(**about, **_totals(store, prefix, parts), state="incomplete", problem=problem)
+
+
+def _complete(store: ByteStore, prefix: str, manifest: Manifest, about: dict[str, Any]) -> Entry:
+    """Whether the listed files are there is asked after the manifest was read."""
+    absent = [n for n in listed_files(manifest) if store.stat(prefix + n) is None]
+    if absent and (again := Manifest(store.read(prefix + MANIFEST_NAME))).save_id != manifest.save_id:
+        return _complete(store, prefix, again, about)  # it was replaced meanwhile
+    problem = None
+    if absent:
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        problem = f"{absent[0]}{more} of the files that it lists are missing"
+    return Entry(
+        **about,
+        state="damaged" if absent else "complete",
+        created=manifest.created,
+        nbytes=sum(f.size for f in manifest.files),
+        world_size=manifest.world_size,
+        tensors=len(manifest.tensors),
+        save_id=manifest.save_id,
+        format_version=manifest.version,
+        problem=problem,
+    )
+
+
+def _totals(store: ByteStore, prefix: str, names: list[str]) -> dict[str, Any]:
+    facts = []
+    for name in (*names, MANIFEST_NAME):
+        try:
+            info = store.stat(prefix + name)
+        except MissingFileError:
+            continue
+        if info is not None:
+            facts.append((name, info))
+    return {
+        "created": max((info.modified for _, info in facts), default=0.0),
+        "nbytes": sum(info.size for name, info in facts if name.endswith(".safetensors")),
+    }
