@@ -9,6 +9,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,6 +22,8 @@ from hyper_ckpt.errors import CheckpointError, RankFailedError, RanksDisagreeErr
 
 MAX_ERROR_TEXT = 4096
 MAX_RANKS_NAMED = 3
+PARTING_SECONDS = 5.0
+"""How long rank 0 stays at the end of an operation for ranks that do not say that they heard how it ended."""
 _FIRST_POLL, _LAST_POLL = 0.0002, 0.02
 
 
@@ -41,6 +44,7 @@ class _Vote(msgspec.Struct, frozen=True, array_like=True):
     value: bytes = b""
     error: str = ""
     message: str = ""
+    ranks: tuple[int, ...] = ()
 
 
 Decide = Callable[[list[bytes]], bytes]
@@ -53,20 +57,29 @@ class Operation:
     Args:
         ranks: of the platform.
         number: the same on every rank.
-        timeout: seconds from now until ranks that have not answered are reported.
+        timeout: seconds until ranks that have not answered are reported: from now, then from when all were there.
+
+    `settled` is False while this rank does not know how a step ended for the others, also after it gave up waiting.
     """
 
     ranks: Ranks
     number: int
     timeout: float
     _deadline: float = field(init=False)
+    _decided: float = field(init=False, default=0.0)
     _steps: int = field(init=False, default=0)
+    settled: bool = field(init=False, default=True)
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.timeout
 
     def agree(
-        self, step: str, value: bytes = b"", error: BaseException | None = None, decide: Decide | None = None
+        self,
+        step: str,
+        value: bytes = b"",
+        error: BaseException | None = None,
+        decide: Decide | None = None,
+        last: bool = False,
     ) -> bytes:
         """Ends a step: rank 0 hears everybody's value or error and tells all what comes of it.
 
@@ -77,6 +90,7 @@ class Operation:
             value: what this rank has to say.
             error: why this rank cannot go on.
             decide: at rank 0, turns the values, by rank, into the common one; may raise.
+            last: the operation ends here if all goes well.
 
         Returns:
             What `decide` returned (empty without it).
@@ -85,28 +99,58 @@ class Operation:
             CheckpointError: the first failing rank's error, the same class and text on all ranks.
             RankTimeoutError: ranks that did not answer before the deadline.
         """
-        key = f"hyper-ckpt/{self.number}/{self._steps}"
+        key = self._step_key
         self._steps += 1
-        vote = _Vote(value) if error is None else _vote(error)
         if self.ranks.world_size == 1:
             if error is not None:
                 raise error
             return decide([value]) if decide else b""
-        self.ranks.mailbox.set(f"{key}/{self.ranks.rank}", msgspec.msgpack.encode(vote))
-        if self.ranks.rank == 0:
-            verdict = self._count(key, step, decide)
-            self.ranks.mailbox.set(key, msgspec.msgpack.encode(verdict))
-            # Everybody who voted now has read the verdict before.
-            self.ranks.mailbox.delete(f"hyper-ckpt/{self.number}/{self._steps - 2}")
+        self.settled = False
+        mailbox, rank = self.ranks.mailbox, self.ranks.rank
+        mailbox.set(f"{key}/{rank}", msgspec.msgpack.encode(_Vote(value) if error is None else _vote(error)))
+        if rank == 0:
+            verdict, error = self._lead(key, step, error, decide)
+        elif _is_interrupt(error):
+            verdict = Verdict()
         else:
             verdict = self._wait(key, step)
+        if error is not None and _is_interrupt(error):
+            # The others know now, and this process has other things to do than to wait for them.
+            raise error
+        if last or verdict.error:
+            self._part(key, verdict)
         if verdict.error:
             raise _rebuild(verdict, error) from error
+        if self._steps == 1:
+            # Ranks may come up to a timeout apart. From here on their clocks run together.
+            self._deadline = self._decided + self.timeout
         return verdict.value
 
+    def _part(self, key: str, verdict: Verdict) -> None:
+        """Keeps rank 0, whose process may host the mailbox, until the others have heard how the operation ended."""
+        mailbox = self.ranks.mailbox
+        if self.ranks.rank != 0:
+            if self.settled:
+                mailbox.set(f"{key}/heard/{self.ranks.rank}", b"1")
+            return
+        gone = verdict.ranks if verdict.error == "RankTimeoutError" else ()
+        waiting = {r for r in range(1, self.ranks.world_size) if r not in gone}
+        limit, pause = time.monotonic() + PARTING_SECONDS, _FIRST_POLL
+        while waiting and time.monotonic() < limit:
+            heard = {r for r in waiting if mailbox.get(f"{key}/heard/{r}") is not None}
+            for r in heard:
+                mailbox.delete(f"{key}/heard/{r}")
+            waiting -= heard
+            pause = _FIRST_POLL if heard else _sleep(pause)
+
+    @property
+    def _step_key(self) -> str:
+        return f"hyper-ckpt/{self.number}/{self._steps}"
+
     def stop(self) -> None:
-        """Tells ranks that wait in `batch_ready` that this rank failed; the reason follows in `agree`."""
-        self.ranks.mailbox.set(f"hyper-ckpt/{self.number}/stop", b"1")
+        """Tells ranks that wait in `batch_ready` that this one comes to no more batches; `agree` then says why."""
+        self.ranks.mailbox.set(f"{self._step_key}/stop/{self.ranks.rank}", b"1")
+        self.ranks.mailbox.set(f"{self._step_key}/stop", b"1")
 
     def batch_ready(self, batch: str, group: Sequence[int]) -> None:
         """Waits until every rank of `group` has come to this batch, so that their collective keeps nobody waiting.
@@ -117,22 +161,24 @@ class Operation:
             StoppedError: some rank failed: `agree` has the reason.
             RankTimeoutError: ranks that did not come before the deadline.
         """
-        mailbox, key, rank = self.ranks.mailbox, f"hyper-ckpt/{self.number}/batch/{batch}", self.ranks.rank
-        stop = f"hyper-ckpt/{self.number}/stop"
+        mailbox, key, rank = self.ranks.mailbox, f"{self._step_key}/batch/{batch}", self.ranks.rank
+        # The first rank begins nothing once anybody failed; the others wait for what it decides unless it is gone.
+        stop = f"{self._step_key}/stop" if rank == group[0] else f"{self._step_key}/stop/{group[0]}"
         if rank != group[0]:
             mailbox.set(f"{key}/{rank}", b"1")
         waiting = {f"{key}/{r}": r for r in group[1:]} if rank == group[0] else {key: group[0]}
         limit, pause = self._deadline + (0 if rank == group[0] else 1.0), _FIRST_POLL
         while waiting:
+            failed = mailbox.get(stop) is not None  # looked at first: what was decided before still counts
             arrived = {k: v for k in waiting if (v := mailbox.get(k)) is not None}
             if b"0" in arrived.values():
                 raise StoppedError
             for k in arrived:
                 del waiting[k]
             silent = sorted(waiting.values())
-            failed = bool(silent) and mailbox.get(stop) is not None
-            if failed and rank == group[0]:
-                mailbox.set(key, b"0")
+            if silent and failed:
+                if rank == group[0]:
+                    mailbox.set(key, b"0")
                 raise StoppedError
             if silent and time.monotonic() > limit:
                 raise RankTimeoutError(f"reading: {_names(silent)} did not answer within {self.timeout:g} s", silent)
@@ -143,7 +189,37 @@ class Operation:
                 mailbox.delete(f"{key}/{r}")
             mailbox.set(key, b"1")
 
-    def _count(self, key: str, step: str, decide: Decide | None) -> Verdict:
+    def _lead(
+        self, key: str, step: str, error: BaseException | None, decide: Decide | None
+    ) -> tuple[Verdict, BaseException | None]:
+        """At rank 0: counts, decides and tells. Returns the verdict, and the error that this rank itself met."""
+        votes = self._count(key)
+        self._decided = time.monotonic()
+        silent = tuple(r for r in range(self.ranks.world_size) if r not in votes)
+        bad = {r: v for r, v in sorted(votes.items()) if v.error}
+        verdict = Verdict()
+        if bad:
+            verdict = _report(step, bad)
+        elif silent:
+            message = (
+                f"{step}: {_names(silent)} did not answer within {self.timeout:g} s. Look at their logs: they may "
+                "have died, hang, or never called; raise timeout= if they are only slow"
+            )
+            verdict = Verdict(error="RankTimeoutError", message=message, ranks=silent)
+        elif decide is not None:
+            try:
+                verdict = Verdict(decide([votes[r].value for r in range(self.ranks.world_size)]))
+            except BaseException as own:  # also an interrupt: the others must not wait for the deadline
+                verdict, error = _report(step, {0: _vote(own)}), own
+        self.ranks.mailbox.set(key, msgspec.msgpack.encode(verdict))
+        self.settled = True
+        if not silent:
+            # Everybody who voted now has read the verdict before; one that has not may still look for it.
+            self.ranks.mailbox.delete(f"hyper-ckpt/{self.number}/{self._steps - 2}")
+        return verdict, error
+
+    def _count(self, key: str) -> dict[int, _Vote]:
+        """The votes: everybody's, or those until one was an error or the time was up."""
         mailbox, votes = self.ranks.mailbox, dict[int, _Vote]()
         pause = _FIRST_POLL
         while len(votes) < self.ranks.world_size:
@@ -155,36 +231,37 @@ class Operation:
                     mailbox.delete(f"{key}/{rank}")
             # Who failed is known: the others are told at once, however long they would still work.
             if any(v.error for v in votes.values()):
-                break
+                return votes
             if len(votes) == before and time.monotonic() > self._deadline:
-                silent = [r for r in range(self.ranks.world_size) if r not in votes]
-                message = (
-                    f"{step}: {_names(silent)} did not answer within {self.timeout:g} s. Look at their logs: they may "
-                    "have died, hang, or never called; raise timeout= if they are only slow"
-                )
-                return Verdict(error="RankTimeoutError", message=message, ranks=tuple(silent))
+                return votes
             pause = _sleep(pause) if len(votes) == before else _FIRST_POLL
-        bad = {r: v for r, v in sorted(votes.items()) if v.error}
-        if bad:
-            return _report(step, bad)
-        if decide is None:
-            return Verdict()
-        try:
-            return Verdict(decide([votes[r].value for r in range(self.ranks.world_size)]))
-        except Exception as error:
-            return _report(step, {0: _vote(error)})
+        if time.monotonic() > self._deadline:
+            # This rank was late itself: whoever gave up waiting for it has voted again.
+            again = {r: mailbox.get(f"{key}/{r}") for r in votes}
+            votes |= {r: msgspec.msgpack.decode(data, type=_Vote) for r, data in again.items() if data is not None}
+        return votes
 
     def _wait(self, key: str, step: str) -> Verdict:
-        pause = _FIRST_POLL
+        mailbox, pause = self.ranks.mailbox, _FIRST_POLL
         # Rank 0 waits until the deadline itself: give its verdict time to arrive.
         limit = self._deadline + 1.0 + 0.05 * self.timeout
-        while time.monotonic() < limit:
-            data = self.ranks.mailbox.get(key)
-            if data is not None:
-                return msgspec.msgpack.decode(data, type=Verdict)
+        while (data := mailbox.get(key)) is None and time.monotonic() < limit:
             pause = _sleep(pause)
-        message = f"{step}: rank 0 did not answer within {self.timeout:g} s. Look at its log: it may have died or hang"
-        return Verdict(error="RankTimeoutError", message=message, ranks=(0,))
+        given_up = Verdict(
+            error="RankTimeoutError",
+            message=f"{step}: rank 0 did not answer within {self.timeout:g} s. Look at its log: it may have died, "
+            "hang, or never have called; raise timeout= if it is only slow",
+            ranks=(0,),
+        )
+        if data is None:
+            # Should it come after all, it must not go on without this rank; but it may have decided just now.
+            late = _Vote(error=given_up.error, message=given_up.message, ranks=given_up.ranks)
+            mailbox.set(f"{key}/{self.ranks.rank}", msgspec.msgpack.encode(late))
+            data = mailbox.get(key)
+        if data is None:
+            return given_up
+        self._decided, self.settled = time.monotonic(), True
+        return msgspec.msgpack.decode(data, type=Verdict)
 
     def meet(self, options: dict[str, str], error: BaseException | None = None) -> None:
         """All ranks are here, none has failed yet, and all called with the same options.
@@ -192,7 +269,8 @@ class Operation:
         Raises:
             RanksDisagreeError: names the option, the ranks and both values.
         """
-        self.agree("meeting", msgspec.msgpack.encode(options), error, _same_options)
+        sendable = {key: _printable(value) for key, value in options.items()}
+        self.agree("meeting", msgspec.msgpack.encode(sendable), error, _same_options)
 
     def exchange(self, description: Description) -> World:
         """What all ranks described. Collective; call only after `meet`.
@@ -212,11 +290,21 @@ def _names(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether it ends the process, like Ctrl-C, and must not become an error that somebody catches."""
+    return error is not None and not isinstance(error, Exception)
+
+
 def _vote(error: BaseException) -> _Vote:
-    name = type(error).__name__
-    if isinstance(error, CheckpointError) and getattr(errors, name, None) is type(error):
-        return _Vote(error=name, message=str(error)[:MAX_ERROR_TEXT])
-    return _Vote(error="RankFailedError", message=f"{name}: {error}"[:MAX_ERROR_TEXT])
+    name, text = type(error).__name__, _printable(str(error))
+    if _class_of(name) is type(error):
+        return _Vote(error=name, message=text[:MAX_ERROR_TEXT], ranks=getattr(error, "ranks", ()))
+    return _Vote(error="RankFailedError", message=f"{name}: {text}"[:MAX_ERROR_TEXT])
+
+
+def _printable(text: str) -> str:
+    """With an escape for every lone surrogate, e.g. of a path that is not UTF-8: they cannot be sent."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _report(step: str, bad: dict[int, _Vote]) -> Verdict:
@@ -228,11 +316,18 @@ def _report(step: str, bad: dict[int, _Vote]) -> Verdict:
     else:
         text = "; ".join(f"rank {r}: {v.message}" for r, v in shown)
         text += f"; and {len(bad) - len(shown)} more ranks" if len(bad) > len(shown) else ""
-    return Verdict(error=shown[0][1].error, message=f"{step}: {text}", ranks=tuple(bad))
+    first = shown[0][1]
+    return Verdict(error=first.error, message=f"{step}: {text}", ranks=first.ranks or tuple(bad))
 
 
-def _rebuild(verdict: Verdict, own: BaseException | None) -> CheckpointError:
-    kind: type[CheckpointError] = getattr(errors, verdict.error, RankFailedError)
+def _class_of(name: str) -> type[Exception]:
+    """The class that an error of this name has on every rank: itself if users know it, else RankFailedError."""
+    kind: Any = {"ValueError": ValueError, "TypeError": TypeError}.get(name) or getattr(errors, name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, Exception) else RankFailedError
+
+
+def _rebuild(verdict: Verdict, own: BaseException | None) -> Exception:
+    kind = _class_of(verdict.error)
     if issubclass(kind, RankFailedError | RankTimeoutError):
         return kind(verdict.message, verdict.ranks)
     if issubclass(kind, StateMismatchError):
@@ -279,10 +374,11 @@ class _Exchange:
         sizes = [int.from_bytes(records[r][16:], "little") for r in firsts]
         self._structures = self._broadcast_structures(structure, firsts, sizes)
         parts = self.ranks.gather_bytes(msgspec.msgpack.encode(self.description.rank_part))
-        condensed = b""
         boxes = ExplicitBoxes()
-        if parts is not None:
-            decoded = [msgspec.msgpack.decode(p, type=RankPart) for p in parts]
+
+        def condense() -> bytes:
+            nonlocal boxes
+            decoded = [msgspec.msgpack.decode(p, type=RankPart) for p in parts or ()]
             boxes = self._boxes(decoded, class_of)
             meshes = self._meshes(decoded, class_of)
             facts = _Facts(
@@ -290,11 +386,26 @@ class _Exchange:
                 self._common_ties(decoded, class_of),
                 self._suspicious(decoded, class_of),
             )
-            condensed = msgspec.msgpack.encode(facts)
-        facts = msgspec.msgpack.decode(broadcast_bytes(self.ranks, condensed), type=_Facts)
+            return msgspec.msgpack.encode(facts)
+
+        facts = msgspec.msgpack.decode(self._told(condense), type=_Facts)
         arrays = tuple(tuple(np.array(m, np.int64) for m in row) for row in facts.meshes)
         world = World(self.ranks.world_size, self._structures, class_of, arrays, boxes, facts.ties)
         return self._with_conflicts(world) if facts.compare else world
+
+    def _told(self, compute: Callable[[], bytes]) -> bytes:
+        """What rank 0 computes, on every rank; if that fails, its error."""
+        data, cause = b"", None
+        if self.ranks.rank == 0:
+            try:
+                verdict = Verdict(compute())
+            except Exception as error:
+                verdict, cause = _report("comparing what ranks described", {0: _vote(error)}), error
+            data = msgspec.msgpack.encode(verdict)
+        verdict = msgspec.msgpack.decode(broadcast_bytes(self.ranks, data), type=Verdict)
+        if verdict.error:
+            raise _rebuild(verdict, None) from cause
+        return verdict.value
 
     def _broadcast_structures(self, own: bytes, firsts: list[int], sizes: list[int]) -> tuple[Structure, ...]:
         buffers = []
@@ -364,11 +475,12 @@ class _Exchange:
         """Compares fingerprints tensor by tensor, at rank 0, and tells all which differ."""
         own = msgspec.msgpack.encode((self.description.fingerprints, self.description.rank_part))
         gathered = self.ranks.gather_bytes(own)
-        found = b""
-        if gathered is not None:
-            rows = [msgspec.msgpack.decode(g, type=tuple[tuple[bytes, ...], RankPart]) for g in gathered]
-            found = msgspec.msgpack.encode(sorted(self._conflicts(rows, world)))
-        names = msgspec.msgpack.decode(broadcast_bytes(self.ranks, found), type=list[str])
+
+        def compare() -> bytes:
+            rows = [msgspec.msgpack.decode(g, type=tuple[tuple[bytes, ...], RankPart]) for g in gathered or ()]
+            return msgspec.msgpack.encode(sorted(self._conflicts(rows, world)))
+
+        names = msgspec.msgpack.decode(self._told(compare), type=list[str])
         return dataclasses.replace(world, conflicts=frozenset(names))
 
     def _conflicts(self, rows: list[tuple[tuple[bytes, ...], RankPart]], world: World) -> set[str]:

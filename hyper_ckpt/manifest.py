@@ -284,7 +284,7 @@ def encode_manifest(content: ManifestContent, columns: Columns, placed: Placed) 
     key = np.stack([columns.tensor, columns.copy], axis=1)
     firsts = np.flatnonzero(np.r_[True, (np.diff(key, axis=0) != 0).any(axis=1)]) if len(key) else np.zeros(0, np.int64)
     parts: dict[int, list[Part]] = {}
-    for low, high in zip(firsts, np.r_[firsts[1:], len(key)], strict=True):
+    for low, high in zip(firsts, np.r_[firsts, len(key)][1:], strict=True):
         number = int(columns.tensor[low])
         d = len(columns.table.shapes[number])
         part = writer.part(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -17,7 +18,7 @@ from hyper_ckpt import hookspecs
 from hyper_ckpt.contracts.codec import Codec
 from hyper_ckpt.contracts.platform import Platform, PlatformSpec
 from hyper_ckpt.contracts.store import ByteStore, StoreSpec
-from hyper_ckpt.errors import MixedFrameworksError, NoPlatformError, PluginError, UnknownSchemeError
+from hyper_ckpt.errors import CheckpointError, MixedFrameworksError, NoPlatformError, PluginError, UnknownSchemeError
 from hyper_ckpt.state import BUILTIN
 from hyper_ckpt.values import PerRank, ShardedTensor
 
@@ -39,27 +40,66 @@ class Registry:
                 self._plugins.register(entry.load(), entry.name)
             except Exception as error:  # whatever a plugin raises, the others stay usable
                 self.errors[entry.name] = error
-        self._platforms: dict[str, PlatformSpec] = {
-            s.name: s for row in self._plugins.hook.hyper_ckpt_platforms() for s in row
-        }
-        self._stores: list[StoreSpec] = [s for row in self._plugins.hook.hyper_ckpt_stores() for s in row]
+        self._announce()
+
+    def register(self, plugin: Any, name: str) -> None:
+        """Adds a plugin that no distribution announces: a module or object with hook implementations.
+
+        Its stores and codecs are found before those of plugins that are there already.
+
+        Raises:
+            ValueError: a plugin of this name, or this very plugin, is there already.
+        """
+        self._plugins.register(plugin, name)
+        self._announce()
+
+    def unregister(self, name: str) -> None:
+        """Takes a plugin back; one that is not there is fine."""
+        if self._plugins.has_plugin(name):
+            self._plugins.unregister(name=name)
+            self._announce()
+
+    def _announce(self) -> None:
+        self._platforms: dict[str, PlatformSpec] = {s.name: s for s in self._announced("hyper_ckpt_platforms")}
+        self._stores: list[StoreSpec] = self._announced("hyper_ckpt_stores")
+        self._codecs: list[hookspecs.CodecSpec] = self._announced("hyper_ckpt_codecs")
+
+    def _announced(self, hook: str) -> list[Any]:
+        """What all plugins return for a hook, the newest first; one that raises does not hide the others."""
+        found: list[Any] = []
+        for implementation in reversed(getattr(self._plugins.hook, hook).get_hookimpls()):
+            try:
+                found += implementation.function()
+            except Exception as error:
+                self.errors[implementation.plugin_name] = error
+        return found
 
     def codecs(self) -> tuple[Codec, ...]:
-        """The built-in codecs, and those of plugins whose frameworks are imported."""
-        specs = [s for row in self._plugins.hook.hyper_ckpt_codecs() for s in row]
-        return (*BUILTIN, *(c for s in specs if any(m in sys.modules for m in s.modules) for c in s.load()))
+        """The built-in codecs, and those of plugins whose frameworks are imported.
+
+        Raises:
+            PluginError: a plugin cannot load its codecs.
+        """
+        out = list(BUILTIN)
+        for spec in self._codecs:
+            if any(m in sys.modules for m in spec.modules):
+                with _blaming(f"the codecs for {', '.join(spec.modules)}", "upgrade the plugin that has them"):
+                    out += spec.load()
+        return tuple(out)
 
     def store(self, checkpoint_id: str) -> ByteStore:
         """Opens the store that claims this path or URL by its scheme.
 
         Raises:
             UnknownSchemeError: none does.
+            PluginError: the plugin that does cannot be loaded.
         """
         scheme = urlsplit(checkpoint_id).scheme if "://" in checkpoint_id else ""
         for spec in self._stores:
             if scheme in spec.schemes:
                 module, name = spec.target.split(":")
-                store: ByteStore = getattr(importlib.import_module(module), name)(checkpoint_id)
+                with _blaming(f"the store for {scheme}://", "install what it needs, or upgrade the plugin that has it"):
+                    store: ByteStore = getattr(importlib.import_module(module), name)(checkpoint_id)
                 return store
         known = sorted(s for spec in self._stores for s in spec.schemes if s)
         raise UnknownSchemeError(
@@ -79,10 +119,8 @@ class Registry:
                 f"no platform {name!r}. Installed: {', '.join(sorted(self._platforms))}{self._broken()}"
             )
         spec = self._platforms[name]
-        try:
+        with _blaming(f"platform {name!r}", spec.install):
             return spec.load()
-        except ImportError as error:
-            raise PluginError(f"platform {name!r} cannot be loaded: {error}. Try: {spec.install}") from error
 
     def choose(self, state: Any) -> Platform:
         """The platform for a state, where the caller names none.
@@ -112,6 +150,18 @@ class Registry:
 
     def _broken(self) -> str:
         return "".join(f". Plugin {name!r} failed to load: {type(e).__name__}: {e}" for name, e in self.errors.items())
+
+
+@contextlib.contextmanager
+def _blaming(what: str, remedy: str) -> Iterator[None]:
+    """Whatever a plugin raises, its user gets one of our errors, with the cause."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        text = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise PluginError(f"{what} cannot be loaded: {text}. Try: {remedy}") from error
 
 
 @functools.cache

@@ -57,3 +57,15 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return action(), None
     except BaseException as error:
         return None, error
+
+
+def settle(operation: Operation, resolve: Callable[[], T]) -> T:
+    """Resolves the arguments of a call on every rank; arguments that one rank cannot resolve fail on all.
+
+    Raises:
+        ValueError, CheckpointError: the first failing rank's error.
+    """
+    call, error = attempt(resolve)
+    operation.agree("reading the arguments", error=error)
+    assert call is not None
+    return call

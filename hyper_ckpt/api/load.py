@@ -14,7 +14,7 @@ import numpy as np
 
 from hyper_ckpt import errors
 from hyper_ckpt.agreement import Operation, StoppedError, broadcast_bytes
-from hyper_ckpt.api.common import CheckpointId, all_tensors, attempt, operation, resolve_id, resolve_platform
+from hyper_ckpt.api.common import CheckpointId, all_tensors, attempt, operation, resolve_id, resolve_platform, settle
 from hyper_ckpt.columns import Columns, Located
 from hyper_ckpt.contracts.placement import StorageReader
 from hyper_ckpt.contracts.planner import LoadPlanner, OwnBoxes, PlanContext
@@ -33,8 +33,8 @@ from hyper_ckpt.state import BlobNode, FlatState, Node, compare, decode_tree, fl
 from hyper_ckpt.state.walk import blob_owners, values_by_kind
 from hyper_ckpt.storage.filesystem import FileSystemReader
 
-MAX_ATTEMPTS = 3
-"""How often a load begins again because the checkpoint was replaced under it."""
+MAX_ATTEMPTS = 100
+"""How often a load begins again because the checkpoint was replaced under it: each time, a save was completed."""
 
 
 @dataclass(frozen=True)
@@ -111,26 +111,34 @@ def load(
         RanksDisagreeError, RankFailedError, RankTimeoutError: another rank is the cause; names it.
         ValueError: neither checkpoint_id nor a reader with a path was given, or an option is none of those above.
     """
-    where = resolve_id(checkpoint_id, storage_reader.checkpoint_id if storage_reader else None, "storage_reader")
+    chosen = resolve_platform(platform, state_dict, no_dist)
+    # From here on the ranks count this call, so that one which fails at once stays in step with the others.
+    this = operation(chosen, timeout)
+
+    def resolve() -> LoadCall:
+        where = resolve_id(checkpoint_id, storage_reader.checkpoint_id if storage_reader else None, "storage_reader")
+        _check_choices(strict, verify)
+        return LoadCall(
+            chosen,
+            registry().store(where),
+            (storage_reader or FileSystemReader()).at(where),
+            planner or StandardLoadPlanner(),
+            options or LoadOptions(),
+            strict,
+            verify,
+            share_reads and chosen.ranks.world_size > 1,
+            threads or default_threads(),
+            max_host_bytes,
+        )
+
+    return Loading(settle(this, resolve), this).run(state_dict)
+
+
+def _check_choices(strict: Strict, verify: Verify) -> None:
     if strict not in (True, False, "exact") or verify not in ("off", "during", "before"):
         raise ValueError(
             f'strict={strict!r} must be True, False or "exact"; verify={verify!r} "off", "during" or "before"'
         )
-    chosen = resolve_platform(platform, state_dict, no_dist)
-    call = LoadCall(
-        chosen,
-        registry().store(where),
-        (storage_reader or FileSystemReader()).at(where),
-        planner or StandardLoadPlanner(),
-        options or LoadOptions(),
-        strict,
-        verify,
-        share_reads and chosen.ranks.world_size > 1,
-        threads or default_threads(),
-        max_host_bytes,
-    )
-    story = Loading(call, operation(chosen, timeout))
-    return story.run(state_dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,6 +243,7 @@ class Loading:
         return bool(self._operation.agree("looking for a newer manifest", decide=look))
 
     def _load(self, flat: FlatState, manifest: Manifest) -> LoadReport:
+        self._kept.clear()
         with self._phase("plan"):
             match, error = attempt(lambda: self._match(flat, manifest))
             self._operation.agree("comparing the state with the checkpoint", error=error)
@@ -243,9 +252,10 @@ class Loading:
             loader = self.plan(skeleton(flat.tree), manifest, match, stored)
         with self._phase("read"):
             _, error = attempt(lambda: self._read(flat, match, stored, loader))
-            if error is not None and not isinstance(error, StoppedError):
+            stopped = isinstance(error, StoppedError)
+            if error is not None:
                 self._operation.stop()
-            self._operation.agree("loading", error=None if isinstance(error, StoppedError) else error)
+            self._operation.agree("loading", b"1" * stopped, None if stopped else error, _refuse_stopped, last=True)
         self._warn(match)
         tied = [name for name, first in match.ties.items() if first in match.wanted]
         return LoadReport(
@@ -317,14 +327,14 @@ class Loading:
         """Decides what this rank reads, and checks the files it will open. `frame` is the skeleton of the state."""
         call, rank = self._call, self._ranks.rank
         planner = call.planner
-        shards = {name: local_shards(name, value, self._context) for name, value in match.wanted.items()}
-        boxes: OwnBoxes = [(name, s.offsets, s.sizes) for name, own in shards.items() for s in own]
         description, error = attempt(lambda: planner.build_local_plan(match.wanted, frame, manifest, self._context))
         self._operation.agree("describing the target", error=error)
         assert description is not None
         world = self._operation.exchange(description) if call.share_reads else None
 
         def plan() -> Loader:
+            shards = {name: local_shards(name, value, self._context) for name, value in match.wanted.items()}
+            boxes: OwnBoxes = [(name, s.offsets, s.sizes) for name, own in shards.items() for s in own]
             if world is not None:
                 columns = planner.build_global_plan(world, rank, boxes, call.options.broadcast_batch_bytes)
             else:
@@ -354,6 +364,7 @@ class Loading:
         loader, error = attempt(plan)
         self._operation.agree("checking the files", error=error)
         assert loader is not None
+        loader.open_groups()
         return loader
 
     def _locate(self, manifest: Manifest, columns: Columns) -> Located:
@@ -449,6 +460,14 @@ def _raise_problems(problems: dict[str, list[str]], strict: Strict, what: str) -
     shown = "; ".join(texts[:10]) + (f"; and {len(texts) - 10} more (see .problems)" if len(texts) > 10 else "")
     kind = _KINDS[next(iter(refused))] if len(refused) == 1 else StateMismatchError
     raise kind(f"{what} does not fit the state: {shown}. Nothing was loaded; strict=False loads what matches", texts)
+
+
+def _refuse_stopped(votes: list[bytes]) -> bytes:
+    """Whoever stopped because of another rank has filled only a part: nobody may take that for a load."""
+    stopped = [rank for rank, vote in enumerate(votes) if vote]
+    if stopped:
+        raise errors.RankFailedError(f"ranks {stopped} stopped for a failure that no rank reports", stopped)
+    return b""
 
 
 def _same_bytes(manifest: Manifest, a: str, b: str) -> bool:

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from hyper_ckpt.api.common import CheckpointId, all_tensors, operation, resolve_id, resolve_platform
-from hyper_ckpt.api.load import LoadCall, Loading, Match
+from hyper_ckpt.api.load import MAX_ATTEMPTS, LoadCall, Loading, Match
 from hyper_ckpt.api.views import metadata_of
 from hyper_ckpt.contracts.placement import StorageReader
 from hyper_ckpt.contracts.platform import Platform, TensorDescription
 from hyper_ckpt.engine.load import Stored
 from hyper_ckpt.engine.stage import from_host
 from hyper_ckpt.engine.workers import default_threads
-from hyper_ckpt.errors import MissingKeyError
+from hyper_ckpt.errors import MissingFileError, MissingKeyError
 from hyper_ckpt.layout import Replicated
+from hyper_ckpt.manifest import Manifest
 from hyper_ckpt.metadata import Metadata
 from hyper_ckpt.options import DEFAULT_TIMEOUT, LoadOptions, Verify
 from hyper_ckpt.planning.standard import StandardLoadPlanner
@@ -61,21 +62,12 @@ def read(
         CheckpointNotFoundError, CorruptCheckpointError: as for `load`.
     """
     chosen = resolve_platform(platform or "numpy", None, no_dist=True)
-    tensors, store = all_tensors(chosen), registry().store(resolve_id(checkpoint_id, None, "storage_reader"))
-    manifest = FileSystemReader().load_metadata(store)
-    tree = select(decode_tree(manifest.state), 0).tree
-    if keys is not None:
-        tree, absent = prune(tree, [keys] if isinstance(keys, str) else list(keys))
-        if absent:
-            raise MissingKeyError(
-                f"{manifest.what} has no {', '.join(map(repr, absent))}: see `hyper-ckpt show`", absent
-            )
-    stored = [manifest.tensor(name) for name in tensor_names(tree)]
-    targets = {t.name: tensors.empty(TensorDescription(t.dtype, t.shape, Replicated())) for t in stored}
+    store = registry().store(resolve_id(checkpoint_id, None, "storage_reader"))
+    reader = FileSystemReader(store.url)
     call = LoadCall(
         chosen,
         store,
-        FileSystemReader(store.url),
+        reader,
         StandardLoadPlanner(),
         options or LoadOptions(),
         False,
@@ -84,7 +76,31 @@ def read(
         default_threads(),
         None,
     )
-    loading, files = Loading(call, operation(chosen, DEFAULT_TIMEOUT)), Stored(store, manifest, verify != "off")
+    wanted = [keys] if isinstance(keys, str) else keys
+    for attempts_left in reversed(range(MAX_ATTEMPTS)):
+        manifest = reader.load_metadata(store)
+        try:
+            return _build(call, manifest, wanted)
+        except MissingFileError:
+            # As for a load: it may have been replaced meanwhile.
+            if not attempts_left or reader.load_metadata(store).save_id == manifest.save_id:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None) -> dict[Any, Any]:
+    chosen, tensors = call.platform, all_tensors(call.platform)
+    tree = select(decode_tree(manifest.state), 0).tree
+    if keys is not None:
+        tree, absent = prune(tree, list(keys))
+        if absent:
+            raise MissingKeyError(
+                f"{manifest.what} has no {', '.join(map(repr, absent))}: see `hyper-ckpt show`", absent
+            )
+    stored = [manifest.tensor(name) for name in tensor_names(tree)]
+    targets = {t.name: tensors.empty(TensorDescription(t.dtype, t.shape, Replicated())) for t in stored}
+    loading = Loading(call, operation(chosen, DEFAULT_TIMEOUT))
+    files = Stored(call.store, manifest, call.verify != "off")
     loading.plan(skeleton(tree), manifest, Match(tree, (), wanted=dict(targets)), files).run()
     return rebuild(
         tree,

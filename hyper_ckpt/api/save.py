@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from hyper_ckpt.agreement import Operation
-from hyper_ckpt.api.common import CheckpointId, all_tensors, attempt, operation, resolve_id, resolve_platform
+from hyper_ckpt.api.common import CheckpointId, all_tensors, attempt, operation, resolve_id, resolve_platform, settle
 from hyper_ckpt.api.views import metadata_of, own_metadata
 from hyper_ckpt.columns import Columns, Placed
 from hyper_ckpt.contracts.placement import FilePlan, StorageWriter
@@ -23,11 +23,11 @@ from hyper_ckpt.contracts.platform import LocalShard, Platform
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.description import Description, World, with_base_load, without
 from hyper_ckpt.engine.budget import Budget
-from hyper_ckpt.engine.commit import Previous, look, publish, remove_leftovers
-from hyper_ckpt.engine.save import SaveJob, Source, WritePiece, WriteResult, discard, staging_bytes, write
+from hyper_ckpt.engine.commit import Previous, discard_failed, look, publish, remove_leftovers
+from hyper_ckpt.engine.save import SaveJob, Source, WritePiece, WriteResult, staging_bytes, write
 from hyper_ckpt.engine.stage import to_host
 from hyper_ckpt.engine.workers import default_threads
-from hyper_ckpt.errors import ConflictError, PlanError
+from hyper_ckpt.errors import ConflictError, PlanError, UnsupportedTypeError
 from hyper_ckpt.manifest import VERSION, Manifest, ManifestContent, chunk_starts, encode_manifest
 from hyper_ckpt.metadata import Metadata
 from hyper_ckpt.options import DEFAULT_MAX_HOST_BYTES, DEFAULT_TIMEOUT, SaveOptions
@@ -93,21 +93,27 @@ def save(
         StoreError: the store failed; names the file.
         ValueError: neither checkpoint_id nor a writer with a path was given.
     """
-    where = resolve_id(checkpoint_id, storage_writer.checkpoint_id if storage_writer else None, "storage_writer")
     chosen = resolve_platform(platform, state_dict, no_dist)
-    policy = SavePolicy(remove_redundancy, save_to_minimum_rank)
-    call = _Call(
-        chosen,
-        registry().store(where),
-        (storage_writer or FileSystemWriter()).at(where),
-        planner or StandardSavePlanner(policy),
-        options or SaveOptions(),
-        overwrite,
-        durable,
-        threads or default_threads(),
-        max_host_bytes,
-    )
-    return _Save(call, operation(chosen, timeout), user_metadata).run(state_dict)
+    # From here on the ranks count this call, so that one which fails at once stays in step with the others.
+    this = operation(chosen, timeout)
+
+    def resolve() -> _Call:
+        where = resolve_id(checkpoint_id, storage_writer.checkpoint_id if storage_writer else None, "storage_writer")
+        return _Call(
+            chosen,
+            registry().store(where),
+            (storage_writer or FileSystemWriter()).at(where),
+            planner or StandardSavePlanner(SavePolicy(remove_redundancy, save_to_minimum_rank)),
+            options or SaveOptions(),
+            overwrite,
+            durable,
+            threads or default_threads(),
+            max_host_bytes,
+            user_metadata,
+        )
+
+    call = settle(this, resolve)
+    return _Save(call, this).run(state_dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +129,7 @@ class _Call:
     durable: bool
     threads: int
     max_host_bytes: int | None
+    user_metadata: Any
 
     def agreed_options(self) -> dict[str, str]:
         """What must be equal on all ranks."""
@@ -168,8 +175,8 @@ class _Prepared:
 class _Save:
     """One save on one rank."""
 
-    def __init__(self, call: _Call, operation: Operation, user_metadata: Any) -> None:
-        self._call, self._operation, self._user = call, operation, user_metadata
+    def __init__(self, call: _Call, operation: Operation) -> None:
+        self._call, self._operation = call, operation
         self._ranks = call.platform.ranks
         self._context = PlanContext(all_tensors(call.platform), self._ranks.rank, self._ranks.world_size)
         self._previous = Previous(None, (), None)
@@ -192,10 +199,13 @@ class _Save:
         written, error = attempt(lambda: self._write(prepared, planned, own_loose, decision))
         report = written.report() if written else b""
         try:
-            self._operation.agree("saving", report, error, lambda v: self._publish(v, planned, prepared, decision))
+            self._operation.agree(
+                "saving", report, error, lambda v: self._publish(v, planned, prepared, decision), True
+            )
         except BaseException:
-            if written:
-                discard(self._call.store, written.result.names)
+            # A rank that gave up waiting does not know whether rank 0 will still publish: then its files stay.
+            if written and self._operation.settled:
+                discard_failed(self._call.store, written.result.names, decision.save_id)
             raise
         assert written is not None
         return self._metadata(written, decision)
@@ -209,9 +219,11 @@ class _Save:
             allow_pickle=self._call.options.allow_pickle,
             to_host=lambda v: to_host(tensors, platform.stager, v),
         )
-        user = flatten({"user": self._user}, is_tensor=lambda _: False, codecs=registry().codecs())
+        user = flatten({"user": self._call.user_metadata}, is_tensor=lambda _: False, codecs=registry().codecs())
         if user.blobs or user.payloads:
-            raise PlanError("user_metadata must be a plain value below 64 KiB: put larger things into the state")
+            raise UnsupportedTypeError(
+                "user_metadata must be a plain value below 64 KiB: put larger things into the state"
+            )
         description = self._call.planner.build_local_plan(flat.tensors, skeleton(flat.tree), self._context)
         return _Prepared(flat, description, encode_tree(user.tree))
 
@@ -320,7 +332,7 @@ class _Save:
         )
         data = encode_manifest(content, columns, placed)
         self._manifest = Manifest(data)
-        publish(call.store, data, self._previous, durable=call.durable)
+        publish(call.store, data, self._previous, decision.save_id, durable=call.durable)
         return b""
 
     def _check_reports(self, reports: list[_Report], columns: Columns, placed: Placed) -> None:
@@ -338,7 +350,7 @@ class _Save:
     def _metadata(self, written: _Written, decision: _Decision) -> Metadata:
         if self._manifest is not None:
             return metadata_of(self._manifest)
-        facts = (decision.save_id, self._ranks.world_size, decision.created, self._user)
+        facts = (decision.save_id, self._ranks.world_size, decision.created, self._call.user_metadata)
         files = list(written.result.receipt.files)
         return own_metadata(written.columns, written.placed, files, written.prepared.flat.tree, facts)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from hyper_ckpt.api.common import CheckpointId, resolve_id
+from hyper_ckpt.api.load import MAX_ATTEMPTS
+from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.engine.verify import Problem, Verifier, VerifyReport
 from hyper_ckpt.engine.workers import default_threads
 from hyper_ckpt.errors import CorruptCheckpointError
@@ -25,9 +27,19 @@ def verify(checkpoint_id: CheckpointId, *, threads: int | None = None) -> Verify
         StoreError: the store cannot be reached.
     """
     store = registry().store(resolve_id(checkpoint_id, None, "storage_reader"))
+    for _ in range(MAX_ATTEMPTS):
+        save_id, report = _check(store, threads or default_threads())
+        # What a newer checkpoint replaced meanwhile is no problem.
+        if report.ok or save_id is None or FileSystemReader().load_metadata(store).save_id == save_id:
+            break
+    return report
+
+
+def _check(store: ByteStore, threads: int) -> tuple[str | None, VerifyReport]:
+    """The save that was checked (None: its manifest is damaged), and the result."""
     try:
         manifest = FileSystemReader().load_metadata(store)
         decode_tree(manifest.state)
     except CorruptCheckpointError as error:
-        return VerifyReport(0, (Problem(MANIFEST_NAME, "", 0, 0, str(error)),))
-    return Verifier(store, manifest, threads or default_threads()).run()
+        return None, VerifyReport(0, (Problem(MANIFEST_NAME, "", 0, 0, str(error)),))
+    return manifest.save_id, Verifier(store, manifest, threads).run()

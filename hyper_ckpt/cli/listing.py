@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections import defaultdict
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from hyper_ckpt.cli.text import natural
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.engine.commit import listed_files
-from hyper_ckpt.errors import CheckpointError, MissingFileError, VersionError
+from hyper_ckpt.errors import CheckpointError, VersionError
 from hyper_ckpt.manifest import FORMAT, MANIFEST_NAME, Manifest
 from hyper_ckpt.storage.local_store import LocalStore
 from hyper_ckpt.storage.syscalls import store_error
@@ -27,7 +27,8 @@ class Entry:
         name: of the directory; "." is the listed one itself.
         state: complete, incomplete (files of a save without a manifest), damaged, or newer (than this release).
         created: seconds since the epoch; of an incomplete one, when it was last written to.
-        nbytes: of its data files.
+        nbytes: of its data files; of an unfinished one, of all that is there.
+        problem: what is wrong, if it is not complete.
     """
 
     name: str
@@ -88,47 +89,48 @@ def _subfolders(path: str) -> list[str]:
 
 
 def _local_names(path: str) -> set[str]:
-    """What lies in a directory and in its receipts/; nothing if it cannot be listed."""
+    """What lies in a directory and in its receipts/."""
+    return {*_names(path), *(f"receipts/{name}" for name in _names(os.path.join(path, "receipts")))}
+
+
+def _names(path: str) -> list[str]:
+    """Nothing where there is no directory, or one that may not be listed."""
     try:
-        names = set(os.listdir(path))
-        return names | ({f"receipts/{name}" for name in os.listdir(os.path.join(path, "receipts"))})
-    except FileNotFoundError:
-        return names if "names" in locals() else set()
+        return os.listdir(path)
     except OSError:
-        return set()
+        return []
 
 
 def _entry(store: ByteStore, folder: str, names: set[str]) -> Entry | None:
     """What a folder holds; None if that is no checkpoint, not even part of one."""
     prefix = f"{folder}/" if folder else ""
     parts = sorted(filter(is_part, names))
-    about: dict[str, Any] = {"name": folder or ".", "path": f"{store.url.rstrip('/')}/{folder}".rstrip("/")}
+    empty = Entry(folder or ".", f"{store.url.rstrip('/')}/{folder}".rstrip("/"), "incomplete", 0.0, 0)
     if MANIFEST_NAME in names:
         try:
             data = store.read(prefix + MANIFEST_NAME)
             if not parts and not data.startswith(b'{"format":"%s"' % FORMAT.encode()):
                 return None  # many programs have a file of this name
-            return _complete(store, prefix, Manifest(data), about)
+            return _complete(store, prefix, names, Manifest(data), empty)
         except CheckpointError as error:
             state = "newer" if isinstance(error, VersionError) else "damaged"
-            return Entry(**about, **_totals(store, prefix, parts), state=state, problem=str(error))
+            return replace(_with_totals(store, prefix, parts, empty), state=state, problem=str(error))
     if not parts:
         return None
     problem = f"there is no {MANIFEST_NAME}: the save did not finish, or is still running"
-    return Entry(**about, **_totals(store, prefix, parts), state="incomplete", problem=problem)
+    return replace(_with_totals(store, prefix, parts, empty), problem=problem)
 
 
-def _complete(store: ByteStore, prefix: str, manifest: Manifest, about: dict[str, Any]) -> Entry:
-    """Whether the listed files are there is asked after the manifest was read."""
-    absent = [n for n in listed_files(manifest) if store.stat(prefix + n) is None]
+def _complete(store: ByteStore, prefix: str, names: set[str], manifest: Manifest, empty: Entry) -> Entry:
+    absent = [n for n in listed_files(manifest) if n not in names and store.stat(prefix + n) is None]
     if absent and (again := Manifest(store.read(prefix + MANIFEST_NAME))).save_id != manifest.save_id:
-        return _complete(store, prefix, again, about)  # it was replaced meanwhile
+        return _complete(store, prefix, names, again, empty)  # it was replaced meanwhile
     problem = None
     if absent:
-        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-        problem = f"{absent[0]}{more} of the files that it lists are missing"
-    return Entry(
-        **about,
+        others = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        problem = f"missing: {absent[0]}{others}"
+    return replace(
+        empty,
         state="damaged" if absent else "complete",
         created=manifest.created,
         nbytes=sum(f.size for f in manifest.files),
@@ -140,16 +142,13 @@ def _complete(store: ByteStore, prefix: str, manifest: Manifest, about: dict[str
     )
 
 
-def _totals(store: ByteStore, prefix: str, names: list[str]) -> dict[str, Any]:
-    facts = []
-    for name in (*names, MANIFEST_NAME):
-        try:
+def _with_totals(store: ByteStore, prefix: str, parts: list[str], empty: Entry) -> Entry:
+    """Size and time of what there is; what goes away meanwhile, or cannot be looked at, does not count."""
+    created, nbytes = 0.0, 0
+    for name in (*parts, MANIFEST_NAME):
+        with contextlib.suppress(CheckpointError):
             info = store.stat(prefix + name)
-        except MissingFileError:
-            continue
-        if info is not None:
-            facts.append((name, info))
-    return {
-        "created": max((info.modified for _, info in facts), default=0.0),
-        "nbytes": sum(info.size for name, info in facts if name.endswith(".safetensors")),
-    }
+            if info is not None:
+                created = max(created, info.modified)
+                nbytes += info.size if name != MANIFEST_NAME else 0
+    return replace(empty, created=created, nbytes=nbytes)

@@ -76,7 +76,9 @@ def size(nbytes: int) -> str:
         if amount < 1000 or (amount < 1023.5 and unit == "B"):
             break
         amount, unit = amount / 1024, larger
-    return f"{nbytes} B" if unit == "B" else f"{amount:.{0 if amount >= 99.95 else 1 if amount >= 9.995 else 2}f} {unit}"
+    return (
+        f"{nbytes} B" if unit == "B" else f"{amount:.{0 if amount >= 99.95 else 1 if amount >= 9.995 else 2}f} {unit}"
+    )
 
 
 def count(number: int, one: str, many: str = "") -> str:

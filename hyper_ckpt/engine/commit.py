@@ -5,19 +5,29 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from hyper_ckpt.contracts.store import ByteStore, Expect
 from hyper_ckpt.engine.save import discard
-from hyper_ckpt.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError
+from hyper_ckpt.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    MissingFileError,
+    StoreError,
+)
 from hyper_ckpt.manifest import MANIFEST_NAME, Manifest
-from hyper_ckpt.receipt import Receipt, receipt_name
+from hyper_ckpt.receipt import receipt_name
+from hyper_ckpt.storage.names import is_temporary
 
 _OWN_FILE = re.compile(
     r"(?:receipts/)?rank-\d{5,}-([0-9a-f]{16})(?:-\d{4,})?\.(?:safetensors|json)(?:\.tmp-[0-9a-f]+)?"
 )
+_ID = re.compile("[0-9a-f]{16}")
+_TEMPORARY_MANIFEST = re.compile(re.escape(MANIFEST_NAME) + r"\.tmp-[0-9a-f]+")
 
 
 @dataclass(frozen=True)
@@ -53,22 +63,58 @@ def look(store: ByteStore, overwrite: bool) -> Previous:
 def listed_files(manifest: Manifest) -> tuple[str, ...]:
     """Every object that belongs to a checkpoint, but for the manifest itself."""
     receipts = [receipt_name(r, manifest.save_id) for r in range(manifest.world_size)]
-    return (*(f.name for f in manifest.files), *receipts)
+    files = [f.name for f in manifest.files]
+    # Names of the save carry its id. A hostile manifest must not have anything else deleted.
+    return tuple(n for n in (*files, *receipts) if manifest.save_id in n) if _ID.fullmatch(manifest.save_id) else ()
 
 
-def publish(store: ByteStore, manifest: bytes, previous: Previous, *, durable: bool) -> None:
+def publish(store: ByteStore, manifest: bytes, previous: Previous, save_id: str, *, durable: bool) -> None:
     """The commit point. Then removes what the replaced manifest listed, and nothing else.
 
     Raises:
         CheckpointReplacedError: another saver published here meanwhile.
+        StoreError: it failed; `is_published` tells whether before or after the commit point.
     """
     expect = Expect.ABSENT if previous.etag is None else previous.etag
-    store.publish(MANIFEST_NAME, manifest, expect, sync=durable)
+    try:
+        store.publish(MANIFEST_NAME, manifest, expect, sync=durable)
+    except StoreError as error:
+        if is_published(store, save_id):
+            # A power failure may still bring the old manifest back: what that lists stays.
+            raise StoreError(
+                f"{store.url} holds the new checkpoint, whole, but it may not survive a power failure: {error} "
+                "Save again once the cause is mended"
+            ) from error
+        raise
     discard(store, previous.names)
 
 
+def is_published(store: ByteStore, save_id: str) -> bool:
+    """Whether the manifest that lies at the path now is this save's. A store that cannot tell counts as yes."""
+    try:
+        info = store.stat(MANIFEST_NAME)
+        if info is None:
+            return False
+        head = bytearray(min(info.size, 256))
+        store.read_into(MANIFEST_NAME, [(0, len(head))], [memoryview(head)])
+    except MissingFileError:
+        return False
+    except Exception:  # nothing may be removed that may be in use
+        return True
+    return f'"save_id":"{save_id}"'.encode() in head
+
+
+def discard_failed(store: ByteStore, names: Sequence[str], save_id: str) -> None:
+    """Removes what a rank wrote for a save that failed, unless it was published all the same."""
+    if not is_published(store, save_id):
+        discard(store, names)
+
+
 def remove_leftovers(store: ByteStore, previous: Previous, age: float) -> list[str]:
-    """Removes files of saves that died: no manifest has their id, receipts are missing, older than `age` seconds.
+    """Removes what saves that died left behind: files of an id that no manifest has, and temporary ones.
+
+    Only what is older than `age` seconds goes: another save may be at work. Where the manifest cannot be
+    read, whole sets stay.
 
     Returns:
         The names removed.
@@ -76,30 +122,39 @@ def remove_leftovers(store: ByteStore, previous: Previous, age: float) -> list[s
     by_id: dict[str, list[str]] = defaultdict(list)
     for name in store.list():
         match = _OWN_FILE.fullmatch(name)
-        if match and match[1] != previous.save_id:
-            by_id[match[1]].append(name)
+        if match is None and not _TEMPORARY_MANIFEST.fullmatch(name):
+            continue
+        save_id = match[1] if match else name
+        if save_id != previous.save_id or is_temporary(name):
+            by_id[save_id].append(name)
     removed = []
-    for save_id, names in by_id.items():
+    for names in by_id.values():
         try:
             newest = max((info.modified for n in names if (info := store.stat(n)) is not None), default=0.0)
-            complete = _has_all_receipts(store, save_id, names)
+            if time.time() - newest <= age or _is_needed(store, names, previous):
+                continue
         except CheckpointError:
             continue
-        if time.time() - newest > age and not complete:
-            discard(store, names)
-            removed += names
+        discard(store, names)
+        removed += names
     return removed
 
 
-def _has_all_receipts(store: ByteStore, save_id: str, names: list[str]) -> bool:
-    """Whether every rank of a save left its receipt: then it may be a checkpoint without a manifest."""
+class _Alone(msgspec.Struct, frozen=True):
+    """What tells a receipt that makes a checkpoint without a manifest from one that is only part of a save."""
+
+    world_size: int
+    description: msgspec.Raw | None = None
+
+
+def _is_needed(store: ByteStore, names: list[str], previous: Previous) -> bool:
+    """Whether these files may be a checkpoint: the unreadable manifest's, or one that needs no manifest."""
     receipts = [n for n in names if n.startswith("receipts/") and n.endswith(".json")]
     if not receipts:
         return False
     try:
-        world_size = msgspec.json.decode(store.read(receipts[0]), type=Receipt).world_size
-    except msgspec.DecodeError:
+        receipt = msgspec.json.decode(store.read(receipts[0]), type=_Alone)
+    except msgspec.MsgspecError:
         return False
-    return (
-        {receipt_name(r, save_id) for r in range(world_size)} <= set(receipts) if world_size == len(receipts) else False
-    )
+    unreadable = previous.etag is not None and previous.save_id is None
+    return receipt.world_size == len(receipts) and (unreadable or receipt.description is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -198,6 +199,7 @@ class Loader:
         self._staging_limit = max(limit - need - scratch + 2 * largest, largest)
         self._reader = PieceReader(job.store, job.stager, self.budget, self._scratch)
         order = np.argsort(job.located.want, kind="stable")
+        self._handles: list[Any] = []
         self._located_order = order
         self._located_want = job.located.want[order]
         for row in range(len(job.columns)):
@@ -212,6 +214,12 @@ class Loader:
             tasks += self._reader.verify_tasks(piece, shape, offsets, sizes, itemsize)
         run_all(tasks, self.job.threads)
 
+    def open_groups(self) -> None:
+        """Makes the groups of ranks that share reads. Collective: before `run`, so that no rank waits in it for
+        another one that reads, or has failed to."""
+        if self.job.columns.groups:
+            self._handles = self.job.ranks.groups(self.job.columns.groups)
+
     def run(self) -> None:
         """Fills every target."""
         alone = np.flatnonzero(self.job.columns.group < 0)
@@ -225,7 +233,6 @@ class Loader:
     def _run_shared(self) -> None:
         columns = self.job.columns
         present = np.unique(columns.group[columns.group >= 0]).tolist()
-        handles = self.job.ranks.groups(columns.groups) if columns.groups else []
         for number in present:
             rows = np.flatnonzero(columns.group == number)
             group = columns.groups[number]
@@ -236,7 +243,7 @@ class Loader:
                 # A rank enters the broadcasts only when every rank of the group has read its part.
                 self.job.batch_ready(f"{number}/{batch}", group)
                 for part in parts:
-                    part.exchange(handles[number])
+                    part.exchange(self._handles[number])
                 self._close(members)
 
     def _staging_batches(self, rows: np.ndarray[tuple[int], np.dtype[np.intp]]) -> Iterator[list[int]]:

@@ -71,7 +71,7 @@ def check_cover(columns: Columns) -> None:
         names = [columns.table.names[i] for i in bad[:4]]
         raise PlanError(
             f"the boxes that ranks hold of {', '.join(map(repr, names))} ({len(bad)} tensors) do not "
-            "cover them exactly once: a hole or an overlap. Nothing was written: check the offsets and sizes of the shards"
+            "cover them exactly once: a hole or an overlap. Nothing was written: check offsets and sizes of the shards"
         )
 
 

@@ -97,7 +97,7 @@ class MeshedTensors(Tensors):
             return []
         if value.local is not None and value.local.shape != box[1]:
             raise UnsupportedLayoutError(f"rank {value.rank} has a box of {box[1]} but an array of {value.local.shape}")
-        return [LocalShard(*box, value)]
+        return [LocalShard(box[0], box[1], value)]
 
     def host_view(self, shard: LocalShard) -> Carrier | None:
         return None if shard.data.on_device else memory_of(shard)

@@ -80,10 +80,12 @@ class ThreadWorld:
             meeting[rank] = (call, value)
             self._changed.notify_all()
             self._waiting[rank] = (members, meeting)
-            while len(meeting) < len(members):
-                self._check(members, meeting, call)
-                self._changed.wait(max(self.deadline - time.monotonic(), 0))
-            del self._waiting[rank]
+            try:
+                while len(meeting) < len(members):
+                    self._check(members, meeting, call)
+                    self._changed.wait(max(self.deadline - time.monotonic(), 0))
+            finally:
+                del self._waiting[rank]
             calls = {each: meeting[each][0] for each in members}
             if len(set(calls.values())) > 1:
                 self._broken = self._broken or f"collectives out of step: {calls}"

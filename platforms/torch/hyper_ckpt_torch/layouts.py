@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +39,25 @@ def local_tensor(value: DTensor) -> torch.Tensor:
     return local.detach()
 
 
+@dataclass(frozen=True)
+class _KnownMesh:
+    """A mesh in the platform's ranks, with what was worked out for it: thousands of tensors share a few layouts."""
+
+    mesh: Mesh
+    coordinate: tuple[int, ...] | None
+    layouts: dict[Hashable, MeshLayout] = field(default_factory=dict)
+    boxes: dict[tuple[int, tuple[int, ...]], Box] = field(default_factory=dict)
+
+    def own_box(self, layout: MeshLayout, shape: tuple[int, ...]) -> Box:
+        """The box at this rank's coordinate; `layout` is one of `layouts`."""
+        key = (id(layout), shape)
+        if key not in self.boxes:
+            at = np.asarray(self.coordinate, np.int64).reshape(-1, 1)
+            offsets, sizes = expand(shape, layout.mesh.shape, layout.placements, layout.order, at)
+            self.boxes[key] = (tuple(offsets[0].tolist()), tuple(sizes[0].tolist()))
+        return self.boxes[key]
+
+
 class Layouts:
     """Translates layouts for the ranks of one process group.
 
@@ -47,8 +67,7 @@ class Layouts:
 
     def __init__(self, global_ranks: Sequence[int]) -> None:
         self._number_of = {rank: number for number, rank in enumerate(global_ranks)}
-        # A mesh may hold thousands of ranks and serves hundreds of tensors.
-        self._meshes: weakref.WeakKeyDictionary[DeviceMesh, Mesh] = weakref.WeakKeyDictionary()
+        self._meshes: weakref.WeakKeyDictionary[DeviceMesh, _KnownMesh] = weakref.WeakKeyDictionary()
 
     def of(self, value: DTensor) -> MeshLayout:
         """The layout of a DTensor.
@@ -56,8 +75,12 @@ class Layouts:
         Raises:
             UnsupportedLayoutError: it cannot be stored as it lies.
         """
-        placements = tuple(_placement(each, value) for each in value.placements)
-        return MeshLayout(self._mesh(value.device_mesh), placements, _cutting_order(value))
+        known = self._mesh(value.device_mesh)
+        key = (tuple(map(_identity, value.placements)), _explicit_order(value))
+        if key not in known.layouts:
+            placements = tuple(_placement(each, value) for each in value.placements)
+            known.layouts[key] = MeshLayout(known.mesh, placements, _cutting_order(value, known.mesh.shape))
+        return known.layouts[key]
 
     def own_box(self, value: DTensor, local: torch.Tensor) -> Box | None:
         """(offsets, sizes) of this rank's part `local`, None if the rank is not in the mesh.
@@ -65,22 +88,19 @@ class Layouts:
         Raises:
             UnsupportedLayoutError: the local tensor has another shape than its placements say.
         """
-        coordinate = value.device_mesh.get_coordinate()
-        if coordinate is None:
+        layout, known = self.of(value), self._mesh(value.device_mesh)
+        if known.coordinate is None:
             return None
-        layout = self.of(value)
-        column = np.asarray(coordinate, np.int64).reshape(-1, 1)
-        offsets, sizes = expand(tuple(value.shape), layout.mesh.shape, layout.placements, layout.order, column)
-        box = (tuple(offsets[0].tolist()), tuple(sizes[0].tolist()))
+        box = known.own_box(layout, tuple(value.shape))
         if tuple(local.shape) != box[1]:
             raise UnsupportedLayoutError(
                 f"a DTensor of shape {tuple(value.shape)} has a local tensor of shape {tuple(local.shape)} at "
-                f"coordinate {tuple(coordinate)} of its mesh {layout.mesh.shape}, but {value.placements} means "
+                f"coordinate {known.coordinate} of its mesh {layout.mesh.shape}, but {value.placements} means "
                 f"{box[1]} there: redistribute it to plain Shard and Replicate placements before saving"
             )
         return box
 
-    def _mesh(self, mesh: DeviceMesh) -> Mesh:
+    def _mesh(self, mesh: DeviceMesh) -> _KnownMesh:
         known = self._meshes.get(mesh)
         if known is None:
             ranks = mesh.mesh.flatten().tolist()
@@ -90,9 +110,18 @@ class Layouts:
                     f"a DTensor lies on ranks {outside[:8]}, which are not in the process group that saves or loads: "
                     "use a TorchPlatform whose process_group has all ranks of the mesh"
                 )
-            known = Mesh(tuple(mesh.mesh.shape), tuple(self._number_of[rank] for rank in ranks))
+            coordinate = mesh.get_coordinate()
+            known = _KnownMesh(
+                Mesh(tuple(mesh.mesh.shape), tuple(self._number_of[rank] for rank in ranks)),
+                None if coordinate is None else tuple(coordinate),
+            )
             self._meshes[mesh] = known
         return known
+
+
+def _identity(placement: Any) -> Hashable:
+    # The class counts too: a subclass of Shard may compare equal and mean something else.
+    return type(placement), placement
 
 
 def _placement(placement: Any, value: DTensor) -> Placement:
@@ -116,22 +145,29 @@ def _placement(placement: Any, value: DTensor) -> Placement:
     )
 
 
-def _cutting_order(value: DTensor) -> tuple[int, ...]:
+def _explicit_order(value: DTensor) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
+    """(tensor dimension, its mesh dimensions in cutting order), where the spec says so itself: since torch 2.9."""
+    order = getattr(value._spec, "shard_order", None)
+    if order is None or any(hasattr(placement, "split_factor") for placement in value.placements):
+        return None
+    return tuple((tensor_dim, tuple(mesh_dims)) for tensor_dim, mesh_dims in order)
+
+
+def _cutting_order(value: DTensor, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
     """The mesh dimensions in the order in which they cut; () where that is left to right."""
-    mesh_shape = tuple(value.device_mesh.mesh.shape)
-    by_dim = _strided_order(value.placements, mesh_shape)
+    explicit = _explicit_order(value)
+    if explicit is not None:
+        by_dim: dict[int, list[int]] | None = {tensor_dim: list(mesh_dims) for tensor_dim, mesh_dims in explicit}
+    else:
+        by_dim = _strided_order(value.placements, mesh_shape)
     if by_dim is None:
         raise UnsupportedLayoutError(
             f"the strided placements {value.placements} on a mesh of shape {mesh_shape} mean no order of cuts, as a "
             "view of a sharded tensor may have: redistribute it to plain Shard placements first"
         )
-    # Since torch 2.9 a spec may say the order itself, in place of strided placements.
-    explicit = getattr(value._spec, "shard_order", None)
-    if explicit is not None and not any(hasattr(placement, "split_factor") for placement in value.placements):
-        by_dim = {tensor_dim: list(mesh_dims) for tensor_dim, mesh_dims in explicit}
-    cuts = [mesh_dim for tensor_dim in sorted(by_dim) for mesh_dim in by_dim[tensor_dim]]
     if all(dims == sorted(dims) for dims in by_dim.values()):
         return ()
+    cuts = [mesh_dim for tensor_dim in sorted(by_dim) for mesh_dim in by_dim[tensor_dim]]
     return (*cuts, *(dim for dim in range(len(mesh_shape)) if dim not in cuts))
 
 

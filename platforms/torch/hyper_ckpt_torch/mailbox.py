@@ -89,7 +89,7 @@ def open_mailbox(group_name: str, rank: int, world_size: int, host: str | None =
     rendezvous, key = _get_default_store(), f"hyper_ckpt/mailbox/{group_name}"
     if rank == 0:
         server = _connect("127.0.0.1", 0, is_server=True)
-        rendezvous.set(key, f"{_machine()} {host or _own_address()} {server.port}")
+        rendezvous.set(key, f"{_machine()} {host or _own_address(_master_host(rendezvous))} {server.port}")
         return StoreMailbox(server)
     store = _join(rendezvous, key)
     # The last one to connect removes the address, so that a later process group of the same name can't
@@ -135,9 +135,19 @@ def _machine() -> str:
         return f"host:{socket.gethostname()}"
 
 
-def _own_address() -> str:
+def _master_host(rendezvous: Store) -> str:
+    """The host that all ranks of the job found to begin with, as far as it is known."""
+    inner: object | None = rendezvous
+    while inner is not None:
+        host = getattr(inner, "host", None)  # a TCPStore has one, below the prefixes that torch puts around it
+        if host:
+            return str(host)
+        inner = getattr(inner, "underlying_store", None)
+    return os.environ.get("MASTER_ADDR") or socket.gethostname()
+
+
+def _own_address(master: str) -> str:
     """An address of this host that the other ranks can reach: the one that talks to the job's master."""
-    master = os.environ.get("MASTER_ADDR") or socket.gethostname()
     try:
         family, _, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

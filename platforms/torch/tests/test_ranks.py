@@ -229,14 +229,15 @@ def test_a_rank_that_is_gone_is_a_failed_rank(gloo):
 
 def stale_address(rank: int, world_size: int) -> bytes | None:
     """An address that nobody answers at, left by a group that is gone, does no harm."""
-    mailbox._ATTEMPT_SECONDS = 1.0
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         store.set(f"hyper_ckpt/mailbox/{dist.group.WORLD.group_name}", f"{mailbox._machine()} 127.0.0.1 9")
     dist.barrier()
     if rank == 0:
         time.sleep(0.2)
-    box = TorchPlatform().ranks.mailbox
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mailbox, "_ATTEMPT_SECONDS", 1.0)
+        box = TorchPlatform().ranks.mailbox
     box.set(f"from/{rank}", b"here")
     dist.barrier()
     value = box.get(f"from/{1 - rank}")
@@ -245,21 +246,32 @@ def stale_address(rank: int, world_size: int) -> bytes | None:
 
 
 def test_a_stale_address_is_tried_again(gloo):
-    try:
-        assert gloo(stale_address, world_size=2) == [b"here"] * 2
-    finally:
-        gloo(restore_attempt_seconds, world_size=2)
+    assert gloo(stale_address, world_size=2) == [b"here"] * 2
 
 
-def restore_attempt_seconds(rank: int, world_size: int) -> None:
-    mailbox._ATTEMPT_SECONDS = 15.0
+def ranks_on_different_machines(rank: int, world_size: int) -> bytes | None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mailbox, "_machine", lambda: f"machine{rank}")
+        box = TorchPlatform(mailbox_host="localhost").ranks.mailbox
+    if rank == 0:
+        box.set("key", b"value")
+    dist.barrier()
+    value = box.get("key")
+    dist.barrier()
+    return value
 
 
-def test_own_address_is_routable(monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert mailbox._own_address() == "127.0.0.1"
-    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
-    assert mailbox._own_address()
+def test_ranks_on_different_machines(gloo):
+    assert gloo(ranks_on_different_machines, world_size=2) == [b"value"] * 2
+
+
+def test_own_address_is_found_from_the_masters(monkeypatch, tmp_path):
+    assert mailbox._own_address("127.0.0.1") == "127.0.0.1"
+    assert mailbox._own_address("no-such-host.invalid")
+    monkeypatch.setenv("MASTER_ADDR", "from.environment")
+    assert mailbox._master_host(dist.PrefixStore("a", dist.FileStore(str(tmp_path / "store"), 1))) == "from.environment"
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    assert mailbox._master_host(dist.PrefixStore("a", dist.PrefixStore("b", server))) == "localhost"
 
 
 def test_without_a_process_group_it_is_a_world_of_one():

@@ -1,0 +1,142 @@
+"""The commands. What they need is imported when one runs, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import click
+
+from hyper_ckpt.cli import exits, text
+from hyper_ckpt.version import VERSION
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+debug_option = click.option(
+    "--debug",
+    is_flag=True,
+    envvar=exits.DEBUG_VARIABLE,
+    expose_value=False,
+    callback=exits.set_debug,
+    help=f"Show where an error comes from. Also {exits.DEBUG_VARIABLE}=1.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON: all of it, names in full.")
+
+
+@click.group(cls=exits.Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(VERSION, prog_name="hyper-ckpt")
+@debug_option
+def cli() -> None:
+    """Look at checkpoints of hyper-ckpt. They are given as paths or URLs.
+
+    \b
+    Exit codes:
+      0  fine
+      1  damaged, or the save did not finish
+      2  wrong usage
+      3  no checkpoint there
+      4  another error
+    """
+
+
+@cli.command("ls")
+@click.argument("root", default=".")
+@json_option
+@debug_option
+def list_command(root: str, as_json: bool) -> None:
+    """List the checkpoints in ROOT and one level below, the newest last.
+
+    Numbered ones (step-9, step-10) stand in the order of their numbers. STATE is complete, incomplete (the
+    save did not finish, or still runs), damaged, or newer (than this release). Data is not read: see verify.
+    """
+    from hyper_ckpt.cli.listing import checkpoints
+    from hyper_ckpt.registry import registry
+
+    store = registry().store(root)
+    found = checkpoints(store)
+    if as_json:
+        click.echo(text.as_json({"root": store.url, "checkpoints": [dataclasses.asdict(e) for e in found]}))
+    elif found:
+        _print(_list_lines(found))
+    if not found:
+        exits.fail(f"no checkpoint in {store.url}, and none one level below")
+        raise click.exceptions.Exit(exits.NOT_FOUND)
+
+
+@cli.command("show")
+@click.argument("checkpoint")
+@click.option(
+    "--tensor", metavar="NAME", help="Only this tensor (or pattern, with * and ?): file and bytes of each chunk."
+)
+@click.option("--files", is_flag=True, help="The files in place of tensors and values.")
+@click.option("--limit", type=click.IntRange(0), default=200, show_default=True, help="Lines of each list; 0: all.")
+@json_option
+@debug_option
+def show_command(checkpoint: str, tensor: str | None, files: bool, limit: int, as_json: bool) -> None:
+    """Show what CHECKPOINT holds: tensors, how each is split, plain values.
+
+    SPLIT tells how the stored bytes are cut: "4 x (2,·)" is four chunks of two rows, "·" a dimension that is
+    not cut. Lines fit the terminal (COLUMNS); names too long for that lose their middle.
+    """
+    from hyper_ckpt.cli import show
+
+    view = show.look(checkpoint)
+    _print(
+        show.as_json(view, tensor=tensor) if as_json else show.as_text(view, tensor=tensor, files=files, limit=limit)
+    )
+
+
+@cli.command("verify")
+@click.argument("checkpoint")
+@click.option("--threads", type=click.IntRange(1), help="Threads that read. Default: one per processor, 2 to 8.")
+@json_option
+@debug_option
+def verify_command(checkpoint: str, threads: int | None, as_json: bool) -> None:
+    """Read all of CHECKPOINT and compare it with its digests."""
+    from hyper_ckpt.cli import verify
+
+    begin = time.monotonic()
+    outcome = verify.check(checkpoint, threads)
+    seconds = time.monotonic() - begin
+    if as_json:
+        report = outcome.report
+        facts = {"checkpoint": outcome.url, "state": outcome.state, "ok": report.ok, "seconds": round(seconds, 3)}
+        problems = [dataclasses.asdict(p) for p in report.problems]
+        click.echo(text.as_json({**facts, "bytes_checked": report.bytes_checked, "problems": problems}))
+    else:
+        _print(verify.as_text(outcome, seconds))
+    if not outcome.report.ok:
+        raise click.exceptions.Exit(exits.DAMAGED)
+
+
+def _print(lines: Iterable[str]) -> None:
+    """Writes in large pieces: click flushes each of them."""
+    pending: list[str] = []
+    for line in lines:
+        pending.append(line)
+        if len(pending) >= 1000:
+            click.echo("\n".join(pending))
+            pending.clear()
+    if pending:
+        click.echo("\n".join(pending))
+
+
+def _list_lines(found: Iterable[Any]) -> Iterable[str]:
+    now = time.time()
+    rows = [
+        (
+            e.name,
+            text.duration(now - e.created) if e.created else "",
+            text.size(e.nbytes),
+            "" if e.world_size is None else f"{e.world_size:,}",
+            "" if e.tensors is None else f"{e.tensors:,}",
+            e.state,
+        )
+        for e in found
+    ]
+    yield from text.table(("CHECKPOINT", "AGE", "SIZE", "RANKS", "TENSORS", "STATE"), rows, right=(1, 2, 3, 4))
+    for e in found:
+        if e.problem is not None and e.state != "incomplete":
+            yield text.paragraph(f"{e.name}: {e.problem}")

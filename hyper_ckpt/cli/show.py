@@ -1,0 +1,220 @@
+"""What a checkpoint holds: summary, tensors, values, files."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_ckpt.cli import text
+from hyper_ckpt.cli.tensors import TensorFacts, chunks_of, describe_tensors, matching, shape_text
+from hyper_ckpt.cli.values import ValueFacts, describe_value, describe_values
+from hyper_ckpt.manifest import Manifest
+from hyper_ckpt.registry import registry
+from hyper_ckpt.state import decode_tree
+from hyper_ckpt.state.tree import KeyedNode
+from hyper_ckpt.storage.filesystem import FileSystemReader
+
+MAX_PARTS = 12
+"""Top-level keys up to which the summary lists them."""
+
+
+@dataclass(frozen=True)
+class Overview:
+    """A checkpoint, decoded: all that any view of it shows."""
+
+    url: str
+    manifest: Manifest
+    tensors: list[TensorFacts]
+    values: list[ValueFacts]
+    user: ValueFacts
+
+    @property
+    def elements(self) -> int:
+        """Of all tensors; tied ones count once."""
+        return sum(t.elements for t in self.tensors if t.tied_to is None)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Of all tensors, in one copy; tied ones count once."""
+        return sum(t.nbytes for t in self.tensors if t.tied_to is None)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all data files."""
+        return sum(f.size for f in self.manifest.files)
+
+
+def look(checkpoint: str) -> Overview:
+    """Reads a manifest and decodes all of it.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+        ManifestError, VersionError: the manifest is damaged, or newer than this release.
+    """
+    store = registry().store(checkpoint)
+    manifest = FileSystemReader().load_metadata(store)
+    user = decode_tree(manifest.user)
+    inner = user.v[0] if isinstance(user, KeyedNode) and len(user.v) == 1 else user
+    values = describe_values(decode_tree(manifest.state))
+    return Overview(store.url, manifest, describe_tensors(manifest), values, describe_value(inner, "user_metadata"))
+
+
+def as_text(view: Overview, *, tensor: str | None, files: bool, limit: int) -> Iterator[str]:
+    """The lines of `show`.
+
+    Args:
+        tensor: show only tensors of this name or pattern, with their chunks.
+        files: show the files in place of what is in them.
+        limit: lines of one list; 0 is all.
+    """
+    if tensor is not None:
+        by_name = {t.name: t for t in view.tensors}
+        for i, name in enumerate(matching(view.manifest, tensor)):
+            yield from ([""] if i else [])
+            yield from _one_tensor(view.manifest, by_name[name], limit)
+        return
+    yield from _summary(view)
+    yield ""
+    if files:
+        files_rows = [(f.name, str(f.rank), text.size(f.size), f"{f.size:,}") for f in view.manifest.files]
+        yield from _limited(("FILE", "RANK", "SIZE", "BYTES"), files_rows, limit, (1, 2, 3), "files")
+        return
+    rows = [_tensor_row(t) for t in view.tensors]
+    yield from _limited(("TENSOR", "DTYPE", "SHAPE", "SPLIT", "SIZE"), rows, limit, (4,), "tensors")
+    if view.values:
+        yield ""
+        yield from map(_value_line, _cut(view.values, limit))
+        yield from _left_out(len(view.values), limit, "values")
+
+
+def _summary(view: Overview) -> Iterator[str]:
+    manifest = view.manifest
+    age = text.duration(time.time() - manifest.created)
+    per_rank = sum(v.kind == "per_rank" for v in view.values)
+    facts = [
+        ("checkpoint", view.url),
+        ("save id", f"{manifest.save_id}, format version {manifest.version}"),
+        ("saved", f"{text.moment(manifest.created)} ({age} ago) by {text.count(manifest.world_size, 'rank')}"),
+        ("stored", f"{text.size(view.nbytes)} in {text.count(len(manifest.files), 'file')}"),
+        ("tensors", f"{len(view.tensors):,}: {view.elements:,} elements, {text.size(view.tensor_bytes)}"),
+        *_parts(view.tensors),
+        ("values", f"{len(view.values):,}{f', {per_rank:,} of them per rank' if per_rank else ''}"),
+    ]
+    for label, value in facts:
+        yield f"{label:<10}  {text.clean(value)}"
+    if view.user.type != "NoneType":
+        yield f"{'metadata':<10}  {text.shortened(text.clean(view.user.repr), text.width() - 12)}"
+
+
+def _parts(tensors: Sequence[TensorFacts]) -> Iterator[tuple[str, str]]:
+    """What each top-level key holds, if there are a few."""
+    groups: dict[str, list[TensorFacts]] = defaultdict(list)
+    for each in tensors:
+        groups[each.name.partition("/")[0]].append(each)
+    if not 1 < len(groups) <= MAX_PARTS or len(groups) == len(tensors):
+        return
+    for name, group in groups.items():
+        own = [t for t in group if t.tied_to is None]
+        sizes = f"{sum(t.elements for t in own):,} elements, {text.size(sum(t.nbytes for t in own))}"
+        yield "", f"{text.middle(text.clean(name), 24)}: {len(group):,}, {sizes}"
+
+
+def _tensor_row(facts: TensorFacts) -> tuple[str, ...]:
+    return facts.name, facts.dtype, shape_text(facts.shape), _storage(facts), text.size(facts.nbytes)
+
+
+def _storage(facts: TensorFacts) -> str:
+    """How a tensor is stored, in a word or two."""
+    if facts.tied_to is not None:
+        return f"tied: {facts.tied_to}"
+    return facts.split + (f", {facts.copies} copies" if facts.copies > 1 else "")
+
+
+def _value_line(facts: ValueFacts) -> str:
+    name, value = text.clean(facts.name), text.clean(facts.repr)
+    room = text.width() - 3
+    name = text.middle(name, max(room - min(text.cells(value), room // 2), 1))
+    return f"{name} = {text.shortened(value, room - text.cells(name))}"
+
+
+def _one_tensor(manifest: Manifest, facts: TensorFacts, limit: int) -> Iterator[str]:
+    yield text.clean(facts.name)
+    yield f"  {facts.dtype} {shape_text(facts.shape)}, {facts.elements:,} elements, {text.size(facts.nbytes)}"
+    yield text.clean(f"  {_storage(facts)}")
+    chunks = list(chunks_of(manifest.tensor(facts.name), manifest))
+    header = ["FILE", "OFFSETS", "SIZES", "OFFSET", "LENGTH"]
+    rows = [[c.file, shape_text(c.offsets), shape_text(c.sizes), str(c.offset), str(c.length)] for c in chunks]
+    if facts.copies > 1:
+        header.insert(1, "COPY")
+        for chunk, row in zip(chunks, rows, strict=True):
+            row.insert(1, str(chunk.copy))
+    yield from _limited(header, rows, limit, (len(header) - 2, len(header) - 1), "chunks")
+
+
+def _cut(rows: Sequence[Any], limit: int) -> Sequence[Any]:
+    return rows[:limit] if limit else rows
+
+
+def _limited(
+    header: Sequence[str], rows: Sequence[Sequence[str]], limit: int, right: Sequence[int], what: str
+) -> Iterator[str]:
+    if rows:
+        yield from text.table(header, _cut(rows, limit), right)
+    yield from _left_out(len(rows), limit, what)
+
+
+def _left_out(number: int, limit: int, what: str) -> Iterator[str]:
+    if limit and number > limit:
+        yield f"... and {number - limit:,} more {what} (--limit 0 shows all)"
+
+
+def as_json(view: Overview, *, tensor: str | None) -> Iterator[str]:
+    """The lines of one JSON object, a tensor to a line: a million chunks need no memory."""
+    manifest = view.manifest
+    facts = {
+        "checkpoint": view.url,
+        "save_id": manifest.save_id,
+        "format_version": manifest.version,
+        "world_size": manifest.world_size,
+        "created": manifest.created,
+        "nbytes": view.nbytes,
+        "elements": view.elements,
+        "tensor_bytes": view.tensor_bytes,
+        "user_metadata": _value_json(view.user),
+        "files": [
+            {"name": f.name, "rank": f.rank, "nbytes": f.size, "data_start": f.data_start} for f in manifest.files
+        ],
+        "values": [{"name": v.name, "kind": v.kind, **_value_json(v)} for v in view.values],
+    }
+    yield "{"
+    for key, value in facts.items():
+        yield f" {text.as_json(key)}: {text.as_json(value)},"
+    wanted = None if tensor is None else set(matching(manifest, tensor))
+    tensors = [t for t in view.tensors if wanted is None or t.name in wanted]
+    yield ' "tensors": ['
+    for i, each in enumerate(tensors):
+        yield f"  {text.as_json(_tensor_json(each, manifest))}{',' if i + 1 < len(tensors) else ''}"
+    yield " ]"
+    yield "}"
+
+
+def _value_json(facts: ValueFacts) -> dict[str, Any]:
+    return {"type": facts.type, "repr": facts.repr, "value": facts.value}
+
+
+def _tensor_json(facts: TensorFacts, manifest: Manifest) -> dict[str, Any]:
+    return {
+        "name": facts.name,
+        "dtype": facts.dtype,
+        "shape": facts.shape,
+        "elements": facts.elements,
+        "nbytes": facts.nbytes,
+        "split": facts.split,
+        "copies": facts.copies,
+        "tied_to": facts.tied_to,
+        "chunks": [dataclasses.asdict(c) for c in chunks_of(manifest.tensor(facts.name), manifest)],
+    }

@@ -1,0 +1,149 @@
+"""Checks a checkpoint, with progress."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from hyper_ckpt.cli import text
+from hyper_ckpt.cli.listing import is_part
+from hyper_ckpt.contracts.store import ByteStore, Expect, ObjectInfo, Sink
+from hyper_ckpt.engine.verify import Problem, Verifier, VerifyReport
+from hyper_ckpt.engine.workers import default_threads
+from hyper_ckpt.errors import CheckpointNotFoundError, CheckpointReplacedError, CorruptCheckpointError
+from hyper_ckpt.manifest import MANIFEST_NAME
+from hyper_ckpt.registry import registry
+from hyper_ckpt.state import decode_tree
+from hyper_ckpt.storage.filesystem import FileSystemReader
+
+Advance = Callable[[int], None]
+"""Told of bytes that were read."""
+
+
+class WatchedStore(ByteStore):
+    """A store whose reads are told to `advance`."""
+
+    def __init__(self, store: ByteStore, advance: Advance) -> None:
+        self._store, self._advance = store, advance
+        self.url = store.url
+
+    def create(self, name: str, size: int) -> Sink:
+        return self._store.create(name, size)
+
+    def read_into(self, name: str, ranges: Sequence[tuple[int, int]], buffers: Sequence[memoryview]) -> None:
+        self._store.read_into(name, ranges, buffers)
+        self._advance(sum(length for _, length in ranges))
+
+    def read(self, name: str) -> bytes:
+        return self._store.read(name)
+
+    def list(self, prefix: str = "") -> list[str]:
+        return self._store.list(prefix)
+
+    def delete(self, name: str) -> None:
+        self._store.delete(name)
+
+    def stat(self, name: str) -> ObjectInfo | None:
+        return self._store.stat(name)
+
+    def publish(self, name: str, data: bytes, expect: Expect | str, *, sync: bool) -> str:
+        return self._store.publish(name, data, expect, sync=sync)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where a checkpoint lies, what was found, and the verdict: ok, damaged or incomplete."""
+
+    url: str
+    report: VerifyReport
+    state: str
+
+
+def check(checkpoint: str, threads: int | None) -> Outcome:
+    """As `hyper_ckpt.verify`, with progress on a terminal; a save that did not finish is a problem, too.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing.
+        CheckpointReplacedError: another one was saved there meanwhile, so that problems mean nothing.
+    """
+    store = registry().store(checkpoint)
+    before = store.stat(MANIFEST_NAME)
+    try:
+        manifest = FileSystemReader().load_metadata(store)
+        decode_tree(manifest.state)
+    except CheckpointNotFoundError as error:
+        if not any(map(is_part, store.list())):
+            raise
+        return Outcome(store.url, _without_manifest(error), "incomplete")
+    except CorruptCheckpointError as error:
+        return Outcome(store.url, _without_manifest(error), "damaged")
+    with _progress(sum(f.size for f in manifest.files)) as advance:
+        report = Verifier(WatchedStore(store, advance), manifest, threads or default_threads()).run()
+    if not report.ok and store.stat(MANIFEST_NAME) != before:
+        raise CheckpointReplacedError(f"{store.url} was replaced while it was checked: check it again")
+    return Outcome(store.url, report, "ok" if report.ok else "damaged")
+
+
+def _without_manifest(error: Exception) -> VerifyReport:
+    return VerifyReport(0, (Problem(MANIFEST_NAME, "", 0, 0, str(error)),))
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Advance]:
+    """A bar on the error stream, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda nbytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("verifying"),
+        BarColumn(20),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda nbytes: progress.advance(task, nbytes)
+
+
+def as_text(outcome: Outcome, seconds: float) -> Iterator[str]:
+    """The lines of `verify`: every problem by file, then the verdict."""
+    report, problems = outcome.report, joined(outcome.report.problems)
+    for file, of_file in itertools.groupby(problems, lambda p: p.file):
+        yield text.clean(file)
+        by_what: dict[str, list[Problem]] = {}
+        for each in of_file:
+            by_what.setdefault(each.what, []).append(each)
+        for what, places in by_what.items():
+            yield text.paragraph(what, "  ")
+            yield from (f"    {_place(p)}" for p in places if p.stop or p.name)
+    checked = f"{text.size(report.bytes_checked)} checked in {seconds:.1f} s"
+    found = "" if report.ok else f", {text.count(len(problems), 'problem')}"
+    yield f"{outcome.state}{found}: {text.clean(outcome.url)}, {checked}"
+
+
+def _place(problem: Problem) -> str:
+    where = f"bytes {problem.start:,} to {problem.stop:,}" if problem.stop else ""
+    return text.clean(" of ".join(filter(None, [where, problem.name])))
+
+
+def joined(problems: Sequence[Problem]) -> list[Problem]:
+    """Problems in the order of files and bytes; those of adjacent blocks as one."""
+    out: list[Problem] = []
+    for each in sorted(problems, key=lambda p: (p.file, p.start, p.stop)):
+        last = out[-1] if out else None
+        if last and each.start and last.stop == each.start and _same(last, each):
+            out[-1] = replace(last, stop=each.stop)
+        else:
+            out.append(each)
+    return out
+
+
+def _same(one: Problem, other: Problem) -> bool:
+    return (one.file, one.name, one.what) == (other.file, other.name, other.what)
