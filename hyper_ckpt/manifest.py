@@ -114,7 +114,8 @@ class Manifest:
             self._check()
         except (msgspec.ValidationError, msgspec.DecodeError, ValueError, RecursionError) as error:
             raise ManifestError(f"{what} is not a valid manifest: {error}") from error
-        self._grids: dict[int, Grid] = {}
+        self._decoded: dict[str, StoredTensor] = {}
+        self._expanded: dict[tuple[int, tuple[int, ...]], tuple[IntArray, IntArray, IntArray]] = {}
 
     def _check(self) -> None:
         document = self._document
@@ -175,13 +176,17 @@ class Manifest:
         return bytes(self._document.user)
 
     def tensor(self, name: str) -> StoredTensor:
-        """Decodes one tensor.
+        """Decodes one tensor, once.
 
         Raises:
             KeyError: there is none of this name.
             ManifestError: what the manifest says of it is invalid.
         """
-        raw = self._document.tensors[name]
+        if name not in self._decoded:
+            self._decoded[name] = self._decode(name, self._document.tensors[name])
+        return self._decoded[name]
+
+    def _decode(self, name: str, raw: msgspec.Raw) -> StoredTensor:
         try:
             row = msgspec.json.decode(raw, type=TensorRow)
             if row.dtype not in BY_NAME:
@@ -195,7 +200,10 @@ class Manifest:
 
     def _chunks(self, part: Part, dtype: str, shape: tuple[int, ...]) -> Chunks:
         if part.grid is not None:
-            offsets, sizes, file = self._cells(part.grid, shape)
+            key = (part.grid, shape)
+            if key not in self._expanded:
+                self._expanded[key] = self._cells(*key)
+            offsets, sizes, file = self._expanded[key]
         else:
             n = len(part.files)
             if len(part.offsets) != n or len(part.sizes) != n:
@@ -221,9 +229,7 @@ class Manifest:
     def _cells(self, number: int, shape: tuple[int, ...]) -> tuple[IntArray, IntArray, IntArray]:
         if not 0 <= number < len(self._document.grids):
             raise ValueError("no such grid")
-        if number not in self._grids:
-            self._grids[number] = msgspec.json.decode(self._document.grids[number], type=Grid)
-        grid = self._grids[number]
+        grid = msgspec.json.decode(self._document.grids[number], type=Grid)
         lists = self._document.file_lists
         if len(grid.cuts) != len(shape) or not 0 <= grid.files < len(lists):
             raise ValueError("the grid does not fit")
@@ -231,6 +237,8 @@ class Manifest:
         # Bounded by the list of files before anything of that size is made.
         if _product([len(c) for c in grid.cuts]) != len(file):
             raise ValueError("the grid has not one file per cell")
+        if any(c[:1] != [0] for c in grid.cuts):
+            raise ValueError("the grid does not begin at 0")
         starts = [np.array(c, np.int64) for c in grid.cuts]
         lengths = [np.diff(np.append(c, n)) for c, n in zip(starts, shape, strict=True)]
         if not shape:

@@ -102,13 +102,15 @@ def decode_receipt(data: bytes, expected_digest: str, what: str) -> Receipt:
         raise ManifestError(f"{what} is not the receipt that the manifest lists: files of two saves are mixed")
     try:
         receipt = msgspec.json.decode(data, type=Receipt)
+        if receipt.block_bytes != BLOCK_BYTES:
+            raise ValueError(f"blocks of {receipt.block_bytes} bytes are not of version 1")
         for piece in receipt.pieces:
-            blocks = -(-piece.nbytes // receipt.block_bytes)
+            blocks = -(-piece.nbytes // BLOCK_BYTES)
             if len(piece.digests) != 16 * blocks or not 0 <= piece.file < len(receipt.files) or piece.start < 0:
                 raise ValueError(f"piece {piece.file}/{piece.start} is out of bounds")
             bytes.fromhex(piece.digests)
         if any(not 0 <= n < len(receipt.pieces) for n in receipt.payloads.values()):
             raise ValueError("a payload names no piece")
-    except (msgspec.ValidationError, msgspec.DecodeError, ValueError, ZeroDivisionError) as error:
+    except (msgspec.ValidationError, msgspec.DecodeError, ValueError) as error:
         raise ManifestError(f"{what} is not a valid receipt: {error}") from error
     return receipt

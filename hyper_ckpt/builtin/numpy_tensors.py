@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hyper_ckpt.contracts.platform import Carrier, LocalShard, TensorDescription, Tensors, sampled_fingerprint
 from hyper_ckpt.dtypes import BY_NAME, dtype_of
@@ -111,9 +111,9 @@ def memory_key(pointer: int, shape: Sequence[int], strides: Sequence[int], dtype
     return (pointer, tuple(shape), steps, dtype)
 
 
-def _dtype_name(dtype: npt.DTypeLike) -> str:
+@functools.lru_cache(maxsize=256)  # numpy works its names out anew each time
+def _dtype_name(dtype: np.dtype[Any]) -> str:
     """The name of a dtype that can be stored; refuses the others with what to do instead."""
-    dtype = np.dtype(dtype)
     if dtype.name in BY_NAME and BY_NAME[dtype.name].itemsize == dtype.itemsize:
         if dtype.str.startswith(">"):
             raise UnsupportedDtypeError(

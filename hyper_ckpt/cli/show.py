@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,6 +175,7 @@ def _left_out(number: int, limit: int, what: str) -> Iterator[str]:
 def as_json(view: Overview, *, tensor: str | None) -> Iterator[str]:
     """The lines of one JSON object, a tensor to a line: a million chunks need no memory."""
     manifest = view.manifest
+    wanted = None if tensor is None else set(matching(manifest, tensor))
     facts = {
         "checkpoint": view.url,
         "save_id": manifest.save_id,
@@ -185,21 +186,25 @@ def as_json(view: Overview, *, tensor: str | None) -> Iterator[str]:
         "elements": view.elements,
         "tensor_bytes": view.tensor_bytes,
         "user_metadata": _value_json(view.user),
-        "files": [
-            {"name": f.name, "rank": f.rank, "nbytes": f.size, "data_start": f.data_start} for f in manifest.files
-        ],
-        "values": [{"name": v.name, "kind": v.kind, **_value_json(v)} for v in view.values],
     }
     yield "{"
     for key, value in facts.items():
         yield f" {text.as_json(key)}: {text.as_json(value)},"
-    wanted = None if tensor is None else set(matching(manifest, tensor))
-    tensors = [t for t in view.tensors if wanted is None or t.name in wanted]
-    yield ' "tensors": ['
-    for i, each in enumerate(tensors):
-        yield f"  {text.as_json(_tensor_json(each, manifest))}{',' if i + 1 < len(tensors) else ''}"
-    yield " ]"
+    files = ({"name": f.name, "rank": f.rank, "nbytes": f.size, "data_start": f.data_start} for f in manifest.files)
+    yield from _array("files", files, ",")
+    yield from _array("values", ({"name": v.name, "kind": v.kind, **_value_json(v)} for v in view.values), ",")
+    chosen = (t for t in view.tensors if wanted is None or t.name in wanted)
+    yield from _array("tensors", (_tensor_json(t, manifest) for t in chosen), "")
     yield "}"
+
+
+def _array(key: str, items: Iterable[dict[str, Any]], after: str) -> Iterator[str]:
+    pending = f' "{key}": ['
+    for item in items:
+        yield pending + ("," if pending.startswith("  ") else "")
+        pending = f"  {text.as_json(item)}"
+    yield pending
+    yield f" ]{after}"
 
 
 def _value_json(facts: ValueFacts) -> dict[str, Any]:

@@ -8,49 +8,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from hyper_ckpt.api.verify import verify
 from hyper_ckpt.cli import text
 from hyper_ckpt.cli.listing import is_part
-from hyper_ckpt.contracts.store import ByteStore, Expect, ObjectInfo, Sink
-from hyper_ckpt.engine.verify import Problem, Verifier, VerifyReport
-from hyper_ckpt.engine.workers import default_threads
-from hyper_ckpt.errors import CheckpointNotFoundError, CheckpointReplacedError, CorruptCheckpointError
+from hyper_ckpt.engine.verify import Problem, VerifyReport
+from hyper_ckpt.errors import CheckpointNotFoundError
 from hyper_ckpt.manifest import MANIFEST_NAME
 from hyper_ckpt.registry import registry
-from hyper_ckpt.state import decode_tree
-from hyper_ckpt.storage.filesystem import FileSystemReader
-
-Advance = Callable[[int], None]
-"""Told of bytes that were read."""
-
-
-class WatchedStore(ByteStore):
-    """A store whose reads are told to `advance`."""
-
-    def __init__(self, store: ByteStore, advance: Advance) -> None:
-        self._store, self._advance = store, advance
-        self.url = store.url
-
-    def create(self, name: str, size: int) -> Sink:
-        return self._store.create(name, size)
-
-    def read_into(self, name: str, ranges: Sequence[tuple[int, int]], buffers: Sequence[memoryview]) -> None:
-        self._store.read_into(name, ranges, buffers)
-        self._advance(sum(length for _, length in ranges))
-
-    def read(self, name: str) -> bytes:
-        return self._store.read(name)
-
-    def list(self, prefix: str = "") -> list[str]:
-        return self._store.list(prefix)
-
-    def delete(self, name: str) -> None:
-        self._store.delete(name)
-
-    def stat(self, name: str) -> ObjectInfo | None:
-        return self._store.stat(name)
-
-    def publish(self, name: str, data: bytes, expect: Expect | str, *, sync: bool) -> str:
-        return self._store.publish(name, data, expect, sync=sync)
 
 
 @dataclass(frozen=True)
@@ -67,23 +31,15 @@ def check(checkpoint: str, threads: int | None) -> Outcome:
 
     Raises:
         CheckpointNotFoundError: there is nothing.
-        CheckpointReplacedError: another one was saved there meanwhile, so that problems mean nothing.
     """
     store = registry().store(checkpoint)
-    before = store.stat(MANIFEST_NAME)
     try:
-        manifest = FileSystemReader().load_metadata(store)
-        decode_tree(manifest.state)
+        with _progress() as progress:
+            report = verify(checkpoint, threads=threads, progress=progress)
     except CheckpointNotFoundError as error:
         if not any(map(is_part, store.list())):
             raise
         return Outcome(store.url, _without_manifest(error), "incomplete")
-    except CorruptCheckpointError as error:
-        return Outcome(store.url, _without_manifest(error), "damaged")
-    with _progress(sum(f.size for f in manifest.files)) as advance:
-        report = Verifier(WatchedStore(store, advance), manifest, threads or default_threads()).run()
-    if not report.ok and store.stat(MANIFEST_NAME) != before:
-        raise CheckpointReplacedError(f"{store.url} was replaced while it was checked: check it again")
     return Outcome(store.url, report, "ok" if report.ok else "damaged")
 
 
@@ -92,10 +48,10 @@ def _without_manifest(error: Exception) -> VerifyReport:
 
 
 @contextlib.contextmanager
-def _progress(total: int) -> Iterator[Advance]:
+def _progress() -> Iterator[Callable[[int, int], None] | None]:
     """A bar on the error stream, if that is a terminal."""
     if not sys.stderr.isatty():
-        yield lambda nbytes: None
+        yield None
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -108,8 +64,8 @@ def _progress(total: int) -> Iterator[Advance]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda nbytes: progress.advance(task, nbytes)
+        task = progress.add_task("")
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def as_text(outcome: Outcome, seconds: float) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -11,10 +12,10 @@ import numpy as np
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.engine.digest import block_digest
 from hyper_ckpt.engine.load import check_file
-from hyper_ckpt.engine.workers import run_all
+from hyper_ckpt.engine.workers import Task, run_all
 from hyper_ckpt.errors import CheckpointError
 from hyper_ckpt.manifest import Manifest
-from hyper_ckpt.receipt import Receipt, decode_receipt, receipt_name
+from hyper_ckpt.receipt import BLOCK_BYTES, Receipt, decode_receipt, receipt_name
 
 T = TypeVar("T")
 
@@ -50,10 +51,15 @@ class Verifier:
         store: where the checkpoint lies.
         manifest: its manifest.
         threads: threads that read.
+        progress: told of the bytes checked so far and of all there are; from any thread.
     """
 
-    def __init__(self, store: ByteStore, manifest: Manifest, threads: int) -> None:
-        self._store, self._manifest, self._threads = store, manifest, threads
+    def __init__(
+        self, store: ByteStore, manifest: Manifest, threads: int, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        self._store, self._manifest, self._threads, self._progress = store, manifest, threads, progress
+        self._total = sum(f.size - f.data_start for f in manifest.files)
+        self._lock = threading.Lock()
         self._problems: list[Problem] = []
         self._checked = 0
         self._names: dict[tuple[str, int], str] = {}
@@ -85,15 +91,18 @@ class Verifier:
 
     def _check_pieces(self, receipt: Receipt, covered: dict[str, int]) -> None:
         payload_of = {number: name for name, number in receipt.payloads.items()}
-        tasks = []
+        tasks: list[Task] = []
+        absent = {f.name for f in receipt.files if self._store.stat(f.name) is None}  # reported already
         for number, piece in enumerate(receipt.pieces):
             file = receipt.files[piece.file]
             covered[file.name] = covered.get(file.name, 0) + piece.nbytes
+            if file.name in absent:
+                continue
             name = self._names.get((file.name, piece.start), payload_of.get(number, ""))
             for i, digest in enumerate(piece.blocks().tolist()):
-                low = file.data_start + piece.start + i * receipt.block_bytes
-                high = min(low + receipt.block_bytes, file.data_start + piece.start + piece.nbytes)
-                tasks.append(lambda f=file.name, n=name, a=low, b=high, d=digest: self._check_block(f, n, a, b, d))
+                low = file.data_start + piece.start + i * BLOCK_BYTES
+                high = min(low + BLOCK_BYTES, file.data_start + piece.start + piece.nbytes)
+                tasks.append(lambda f=file.name, n=name, a=low, b=high, d=digest: self._check_block(f, n, a, b, d))  # type: ignore[misc]
         run_all(tasks, self._threads)
 
     def _check_block(self, file: str, name: str, low: int, high: int, digest: int) -> None:
@@ -103,7 +112,10 @@ class Verifier:
         except CheckpointError as error:
             self._problems.append(Problem(file, name, low, high, str(error)))
             return
-        self._checked += high - low
+        with self._lock:
+            self._checked += high - low
+            if self._progress is not None:
+                self._progress(self._checked, self._total)
         if block_digest(buffer.data) != digest:
             self._problems.append(Problem(file, name, low, high, "the bytes differ from what was saved"))
 
