@@ -17,14 +17,26 @@ import numpy as np
 from hyper_ckpt import errors
 from hyper_ckpt.box import IntArray
 from hyper_ckpt.contracts.platform import ByteBuffer, Ranks
-from hyper_ckpt.description import EXPLICIT, Description, ExplicitBoxes, RankPart, Structure, World, unpack_ranks
+from hyper_ckpt.description import (
+    EXPLICIT,
+    Description,
+    ExplicitBoxes,
+    LayoutRecord,
+    RankPart,
+    Structure,
+    TensorRecord,
+    World,
+    unpack_ranks,
+)
 from hyper_ckpt.errors import CheckpointError, RankFailedError, RanksDisagreeError, RankTimeoutError, StateMismatchError
+from hyper_ckpt.layout import expand
 
 MAX_ERROR_TEXT = 4096
 MAX_RANKS_NAMED = 3
 PARTING_SECONDS = 5.0
 """How long rank 0 stays at the end of an operation for ranks that do not say that they heard how it ended."""
-_FIRST_POLL, _LAST_POLL = 0.0002, 0.02
+_FIRST_POLL, _LAST_POLL = 0.0002, 0.05
+"""Seconds between looks into the mailbox: each a little longer, so that a long wait costs nothing, a short one little."""
 
 
 class StoppedError(CheckpointError):
@@ -112,6 +124,7 @@ class Operation:
             verdict, error = self._lead(key, step, error, decide)
         elif _is_interrupt(error):
             verdict = Verdict()
+            mailbox.set(f"{key}/heard/{rank}", b"1")  # nobody needs to stay for it
         else:
             verdict = self._wait(key, step)
         if error is not None and _is_interrupt(error):
@@ -130,8 +143,8 @@ class Operation:
         """Keeps rank 0, whose process may host the mailbox, until the others have heard how the operation ended."""
         mailbox = self.ranks.mailbox
         if self.ranks.rank != 0:
-            if self.settled:
-                mailbox.set(f"{key}/heard/{self.ranks.rank}", b"1")
+            # Also a rank that gave up: nobody needs to stay for it any more.
+            mailbox.set(f"{key}/heard/{self.ranks.rank}", b"1")
             return
         gone = verdict.ranks if verdict.error == "RankTimeoutError" else ()
         waiting = {r for r in range(1, self.ranks.world_size) if r not in gone}
@@ -176,9 +189,11 @@ class Operation:
             for k in arrived:
                 del waiting[k]
             silent = sorted(waiting.values())
-            if silent and failed:
-                if rank == group[0]:
-                    mailbox.set(key, b"0")
+            # Also where all have come to this batch: whoever gave up waiting is gone again.
+            if failed and rank == group[0]:
+                mailbox.set(key, b"0")
+                raise StoppedError
+            if failed and silent:
                 raise StoppedError
             if silent and time.monotonic() > limit:
                 raise RankTimeoutError(f"reading: {_names(silent)} did not answer within {self.timeout:g} s", silent)
@@ -282,7 +297,7 @@ class Operation:
 
 def _sleep(pause: float) -> float:
     time.sleep(pause)
-    return min(pause * 1.5, _LAST_POLL)
+    return min(pause * 1.1, _LAST_POLL)
 
 
 def _names(ranks: Sequence[int]) -> str:
@@ -486,17 +501,53 @@ class _Exchange:
     def _conflicts(self, rows: list[tuple[tuple[bytes, ...], RankPart]], world: World) -> set[str]:
         seen: dict[tuple[object, ...], bytes] = {}
         out = set()
+        several = _laid_differently(world)
         for rank, (prints, part) in enumerate(rows):
             structure = world.structures[world.class_of[rank]]
+            listed: dict[int, list[Box]] = {}
+            for number, offsets, sizes in sorted(part.boxes):
+                if 0 not in sizes:
+                    listed.setdefault(number, []).append((offsets, sizes))
             for number, (record, fingerprint) in enumerate(zip(structure.tensors, prints, strict=True)):
                 layout = structure.layouts[record.layout]
-                cell: tuple[object, ...] = _cell(structure, part, layout.mesh, layout.sharded_dims(), rank)
-                if layout.mesh == EXPLICIT:
-                    cell = tuple(box[1:] for box in part.boxes if box[0] == number)
-                key = (record.name, layout.mesh_shape, layout.placements, cell)
-                if fingerprint and seen.setdefault(key, fingerprint) != fingerprint:
-                    out.add(record.name)
+                cells: list[Any] = listed.get(number, [])
+                if layout.mesh != EXPLICIT and fingerprint:
+                    cells = (
+                        _boxes_of(record, layout, part, rank)
+                        if record.name in several
+                        else [_cell(structure, part, layout.mesh, layout.sharded_dims(), rank)]
+                    )
+                for i, cell in enumerate(cells):
+                    own = fingerprint[8 * i : 8 * i + 8]
+                    if own and seen.setdefault((record.name, cell), own) != own:
+                        out.add(record.name)
         return out
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _laid_differently(world: World) -> set[str]:
+    """Names that ranks describe with different layouts: only their boxes can be compared."""
+    found: dict[str, set[tuple[object, ...]]] = {}
+    for structure in world.structures:
+        for record in structure.tensors:
+            x = structure.layouts[record.layout]
+            found.setdefault(record.name, set()).add((min(x.mesh, 0), x.mesh_shape, x.placements, x.order))
+    return {name for name, layouts in found.items() if len(layouts) > 1}
+
+
+def _boxes_of(record: TensorRecord, layout: LayoutRecord, part: RankPart, rank: int) -> list[Box]:
+    """The box that a rank holds of a tensor that is whole or on a mesh; none if it is empty."""
+    offsets, sizes = (0,) * len(record.shape), record.shape
+    if layout.mesh >= 0:
+        at = np.flatnonzero(unpack_ranks(part.meshes[layout.mesh], layout.mesh_shape) == rank)
+        if not len(at):
+            return []
+        coordinate = np.array(np.unravel_index(int(at[0]), layout.mesh_shape), np.int64).reshape(-1, 1)
+        low, lengths = expand(record.shape, layout.mesh_shape, layout.decoded(), layout.order, coordinate)
+        offsets, sizes = tuple(low[0].tolist()), tuple(lengths[0].tolist())
+    return [] if 0 in sizes else [(offsets, sizes)]
 
 
 def _cell(structure: Structure, part: RankPart, mesh: int, dims: tuple[int, ...], rank: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +23,7 @@ class TensorTable:
         """The dtype row of a tensor."""
         return dtype_of(self.dtypes[number])
 
-    @property
+    @functools.cached_property
     def width(self) -> int:
         """D of every column of boxes: the largest number of dimensions, at least 1."""
         return max((len(s) for s in self.shapes), default=1) or 1

@@ -82,8 +82,9 @@ class RankPart(msgspec.Struct, frozen=True, array_like=True):
 class Description:
     """One rank's description of its state.
 
-    `fingerprints` are those of the single tensors, 8 bytes each in the structure's order (empty where a
-    tensor cannot have a replica); they travel only where the digests in `rank_part` differ.
+    `fingerprints` are those of the single tensors in the structure's order: 8 bytes each, of explicit boxes 8 for
+    each that is not empty, sorted by offsets and sizes; none where a tensor cannot have a replica. They travel only
+    where the digests in `rank_part` differ.
     """
 
     structure: Structure

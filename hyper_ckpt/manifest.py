@@ -19,6 +19,7 @@ from hyper_ckpt.receipt import PLAIN_NAME, ZERO_DIGEST, FileRecord, check_seal, 
 MANIFEST_NAME = "manifest.json"
 FORMAT, VERSION = "hyper-ckpt", 1
 MAX_DIMS = 64
+MAX_CORNERS = 1 << 24
 
 
 class Part(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -211,6 +212,10 @@ class Manifest:
             offsets = np.array(part.offsets, np.int64).reshape(n, len(shape))
             sizes = np.array(part.sizes, np.int64).reshape(n, len(shape))
             file = np.array(part.files, np.int64)
+            # To prove that they are a tiling takes 2^cut corners a chunk, and nobody cuts that many dimensions.
+            cut = int(((offsets != 0) | (sizes != np.array(shape, np.int64))).any(axis=0).sum())
+            if cut > 4 and n << cut > MAX_CORNERS:
+                raise ValueError(f"{n} chunks cut {cut} dimensions")
         start = np.broadcast_to(np.array(part.start, np.int64), (len(file),)).copy()
         whole = np.array(shape, np.int64).reshape(1, -1)
         if (offsets < 0).any() or (sizes <= 0).any() or (offsets + sizes > whole).any() or (start < 0).any():

@@ -11,7 +11,11 @@ from hyper_ckpt.builtin.composite import CompositeTensors
 from hyper_ckpt.builtin.numpy_platform import SingleRank
 from hyper_ckpt.builtin.numpy_tensors import NumpyTensors
 from hyper_ckpt.contracts.platform import Platform, Tensors
+from hyper_ckpt.errors import ManifestError, UnsupportedStateError
+from hyper_ckpt.manifest import Manifest
 from hyper_ckpt.registry import registry
+from hyper_ckpt.state import Node, decode_tree
+from hyper_ckpt.state.walk import tensor_names
 
 CheckpointId = str | os.PathLike[str]
 
@@ -41,6 +45,31 @@ def all_tensors(platform: Platform) -> Tensors:
     if isinstance(platform.tensors, CompositeTensors):
         return platform.tensors
     return CompositeTensors([platform.tensors, NumpyTensors()])
+
+
+def tensor_test(tensors: Tensors) -> Callable[[Any], bool]:
+    """Whether a value is a tensor, also of a kind that cannot be stored: describing it by name then says so."""
+
+    def is_tensor(value: Any) -> bool:
+        try:
+            return tensors.describe(value) is not None
+        except UnsupportedStateError:
+            return True
+
+    return is_tensor
+
+
+def state_of(manifest: Manifest) -> Node:
+    """The saved state, of which the manifest has every tensor.
+
+    Raises:
+        ManifestError: it is damaged, or names a tensor that the manifest does not have.
+    """
+    tree = decode_tree(manifest.state)
+    absent = [name for name in tensor_names(tree) if name not in manifest.tensors]
+    if absent:
+        raise ManifestError(f"{manifest.what} is not a valid manifest: it does not say where {absent[0]!r} is stored")
+    return tree
 
 
 def operation(platform: Platform, timeout: float) -> Operation:

@@ -14,22 +14,33 @@ import numpy as np
 
 from hyper_ckpt import errors
 from hyper_ckpt.agreement import Operation, StoppedError, broadcast_bytes
-from hyper_ckpt.api.common import CheckpointId, all_tensors, attempt, operation, resolve_id, resolve_platform, settle
+from hyper_ckpt.api.common import (
+    CheckpointId,
+    all_tensors,
+    attempt,
+    operation,
+    resolve_id,
+    resolve_platform,
+    settle,
+    state_of,
+    tensor_test,
+)
 from hyper_ckpt.columns import Columns, Located
 from hyper_ckpt.contracts.placement import StorageReader
 from hyper_ckpt.contracts.planner import LoadPlanner, OwnBoxes, PlanContext
 from hyper_ckpt.contracts.platform import Platform
 from hyper_ckpt.contracts.store import ByteStore
+from hyper_ckpt.description import without
 from hyper_ckpt.engine.load import Loader, LoadJob, Stored, Target
 from hyper_ckpt.engine.stage import from_host
 from hyper_ckpt.engine.workers import default_threads
-from hyper_ckpt.errors import MissingFileError, StateMismatchError, TargetError
+from hyper_ckpt.errors import MissingFileError, StateMismatchError, TargetError, UnsupportedStateError
 from hyper_ckpt.manifest import MANIFEST_NAME, VERSION, Manifest
 from hyper_ckpt.options import DEFAULT_MAX_HOST_BYTES, DEFAULT_TIMEOUT, LoadOptions, Strict, Verify
 from hyper_ckpt.planning.describe import describe_tensor, find_ties, local_shards
 from hyper_ckpt.planning.standard import StandardLoadPlanner
 from hyper_ckpt.registry import registry
-from hyper_ckpt.state import BlobNode, FlatState, Node, compare, decode_tree, flatten, restore, select, skeleton
+from hyper_ckpt.state import BlobNode, FlatState, Node, compare, flatten, restore, select, skeleton
 from hyper_ckpt.state.walk import blob_owners, values_by_kind
 from hyper_ckpt.storage.filesystem import FileSystemReader
 
@@ -215,7 +226,7 @@ class Loading:
     def _flatten(self, state: dict[Any, Any]) -> FlatState:
         return flatten(
             state,
-            is_tensor=lambda v: self._tensors.describe(v) is not None,
+            is_tensor=tensor_test(self._tensors),
             codecs=registry().codecs(),
             allow_pickle=self._call.options.allow_pickle,
         )
@@ -257,9 +268,8 @@ class Loading:
                 self._operation.stop()
             self._operation.agree("loading", b"1" * stopped, None if stopped else error, _refuse_stopped, last=True)
         self._warn(match)
-        tied = [name for name, first in match.ties.items() if first in match.wanted]
         return LoadReport(
-            tuple(sorted([*match.wanted, *tied])),
+            tuple(sorted(match.wanted)),
             tuple(match.missing),
             tuple(match.unexpected),
             tuple(match.mismatched),
@@ -272,7 +282,7 @@ class Loading:
 
     def _match(self, flat: FlatState, manifest: Manifest) -> Match:
         """Compares names, kinds, shapes and dtypes, before any data is read."""
-        chosen = select(decode_tree(manifest.state), self._ranks.rank)
+        chosen = select(state_of(manifest), self._ranks.rank)
         match = Match(chosen.tree, chosen.borrowed, values=frozenset(values_by_kind(flat.tree)))
         problems: dict[str, list[str]] = {}
         misfits = set()
@@ -295,8 +305,7 @@ class Loading:
         return match
 
     def _tensor_problem(self, name: str, value: Any, manifest: Manifest, problems: dict[str, list[str]]) -> str | None:
-        description, stored = self._tensors.describe(value), manifest.tensor(name)
-        assert description is not None
+        description, stored = describe_tensor(name, value, self._context), manifest.tensor(name)
         text = None
         if description.shape != stored.shape:
             text = f"{name!r} was saved with shape {stored.shape}, the target has {description.shape}"
@@ -307,21 +316,26 @@ class Loading:
         return text
 
     def _acquire(self, match: Match, manifest: Manifest) -> None:
-        """New tensors for targets without memory; of names that are one memory, only the first is read."""
+        """New tensors for targets without memory, and which names are one memory.
+
+        Raises:
+            TargetError: different values were saved for such names.
+        """
         planner = self._call.planner
         for name, value in match.wanted.items():
             acquired = planner.acquire_tensor(match.wanted, name, self._context)
             match.wanted[name] = acquired
             if acquired is not value:
                 match.replaced[name] = acquired
-        match.ties = find_ties({n: local_shards(n, v, self._context) for n, v in match.wanted.items()}, self._tensors)
+        shards = {n: local_shards(n, v, self._context) for n, v in match.wanted.items()}
+        shapes = {n: manifest.tensor(n).shape for n in match.wanted}
+        match.ties = find_ties(shards, shapes, self._tensors)
         for name, first in match.ties.items():
             if not _same_bytes(manifest, name, first):
                 raise TargetError(
                     f"{name!r} and {first!r} are one tensor in the target, but two values were saved for them: "
                     "untie them, or load only one of them"
                 )
-            del match.wanted[name]
 
     def plan(self, frame: bytes, manifest: Manifest, match: Match, stored: Stored) -> Loader:
         """Decides what this rank reads, and checks the files it will open. `frame` is the skeleton of the state."""
@@ -333,16 +347,22 @@ class Loading:
         world = self._operation.exchange(description) if call.share_reads else None
 
         def plan() -> Loader:
-            shards = {name: local_shards(name, value, self._context) for name, value in match.wanted.items()}
+            # Of names that are one memory, only the first is read. A rank whose part is empty cannot tell that they
+            # are: where reads are shared, all ranks must leave out the same.
+            ties = match.ties if world is None else world.ties
+            wanted = {name: value for name, value in match.wanted.items() if name not in ties}
+            shards = {name: local_shards(name, value, self._context) for name, value in wanted.items()}
             boxes: OwnBoxes = [(name, s.offsets, s.sizes) for name, own in shards.items() for s in own]
             if world is not None:
-                columns = planner.build_global_plan(world, rank, boxes, call.options.broadcast_batch_bytes)
+                columns = planner.build_global_plan(
+                    without(world, ties), rank, boxes, call.options.broadcast_batch_bytes
+                )
             else:
                 columns = planner.finalize_plan(description, rank, boxes)
             located = self._locate(manifest, columns)
             stored.check_files(np.unique(located.file).tolist())
             self._read_values(match, stored)
-            targets = {name: self._targets(name, match.wanted[name]) for name in match.wanted}
+            targets = {name: self._targets(name, value) for name, value in wanted.items()}
             job = LoadJob(
                 self._ranks,
                 call.platform.stager,
@@ -375,7 +395,10 @@ class Loading:
     def _targets(self, name: str, value: Any) -> list[Target]:
         description = describe_tensor(name, value, self._context)
         shards = local_shards(name, value, self._context)
-        return [Target(name, s, description.dtype, self._tensors.writable(s)) for s in shards]
+        try:
+            return [Target(name, s, description.dtype, self._tensors.writable(s)) for s in shards]
+        except UnsupportedStateError as error:
+            raise type(error)(f"{name!r}: {error}") from error
 
     def _read_values(self, match: Match, stored: Stored) -> None:
         """Reads the payloads and blobs that the target wants: a damaged one is found before anything is filled."""

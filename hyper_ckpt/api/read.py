@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hyper_ckpt.api.common import CheckpointId, all_tensors, operation, resolve_id, resolve_platform
+from hyper_ckpt.api.common import CheckpointId, all_tensors, operation, resolve_id, resolve_platform, state_of
 from hyper_ckpt.api.load import MAX_ATTEMPTS, LoadCall, Loading, Match
 from hyper_ckpt.api.views import metadata_of
 from hyper_ckpt.contracts.placement import StorageReader
@@ -20,7 +20,7 @@ from hyper_ckpt.metadata import Metadata
 from hyper_ckpt.options import DEFAULT_TIMEOUT, LoadOptions, Verify
 from hyper_ckpt.planning.standard import StandardLoadPlanner
 from hyper_ckpt.registry import registry
-from hyper_ckpt.state import decode_tree, rebuild, select, skeleton
+from hyper_ckpt.state import rebuild, select, skeleton
 from hyper_ckpt.state.walk import prune, tensor_names
 from hyper_ckpt.storage.filesystem import FileSystemReader
 
@@ -90,7 +90,7 @@ def read(
 
 def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None) -> dict[Any, Any]:
     chosen, tensors = call.platform, all_tensors(call.platform)
-    tree = select(decode_tree(manifest.state), 0).tree
+    tree = select(state_of(manifest), 0).tree
     if keys is not None:
         tree, absent = prune(tree, list(keys))
         if absent:
@@ -98,14 +98,20 @@ def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None) -> di
                 f"{manifest.what} has no {', '.join(map(repr, absent))}: see `hyper-ckpt show`", absent
             )
     stored = [manifest.tensor(name) for name in tensor_names(tree)]
+    loading, files = (
+        Loading(call, operation(chosen, DEFAULT_TIMEOUT)),
+        Stored(call.store, manifest, call.verify != "off"),
+    )
+    # What the manifest says is not believed before the files are there: no memory is taken for less.
+    files.check_files(sorted({int(n) for t in stored for n in t.copies[0].file}))
     targets = {t.name: tensors.empty(TensorDescription(t.dtype, t.shape, Replicated())) for t in stored}
-    loading = Loading(call, operation(chosen, DEFAULT_TIMEOUT))
-    files = Stored(call.store, manifest, call.verify != "off")
     loading.plan(skeleton(tree), manifest, Match(tree, (), wanted=dict(targets)), files).run()
     return rebuild(
         tree,
         tensor=targets.__getitem__,
-        payload=lambda name: loading.payload(files, name),
+        payload=lambda name: next(
+            (p for rank in range(files.world_size) if (p := files.payload(rank, name)) is not None), None
+        ),
         blob=lambda name, node: loading.blob(files, name, node),
         make_tensor=lambda dtype, shape, data: from_host(tensors, chosen.stager, dtype, shape, data),
         codecs=registry().codecs(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,16 @@ import numpy as np
 import xxhash
 
 from hyper_ckpt.agreement import Operation
-from hyper_ckpt.api.common import CheckpointId, all_tensors, attempt, operation, resolve_id, resolve_platform, settle
+from hyper_ckpt.api.common import (
+    CheckpointId,
+    all_tensors,
+    attempt,
+    operation,
+    resolve_id,
+    resolve_platform,
+    settle,
+    tensor_test,
+)
 from hyper_ckpt.api.views import metadata_of, own_metadata
 from hyper_ckpt.columns import Columns, Placed
 from hyper_ckpt.contracts.placement import FilePlan, StorageWriter
@@ -37,7 +46,7 @@ from hyper_ckpt.planning.standard import StandardSavePlanner
 from hyper_ckpt.receipt import FileRecord
 from hyper_ckpt.registry import registry
 from hyper_ckpt.state import FlatState, Node, decode_tree, encode_tree, flatten, merge, skeleton, values_digest
-from hyper_ckpt.state.walk import blob_owners, tensor_names
+from hyper_ckpt.state.walk import blob_owners, tensor_names, values_by_kind
 from hyper_ckpt.storage.filesystem import FileSystemWriter
 from hyper_ckpt.version import VERSION as LIBRARY_VERSION
 
@@ -208,27 +217,28 @@ class _Save:
                 discard_failed(self._call.store, written.result.names, decision.save_id)
             raise
         assert written is not None
-        return self._metadata(written, decision)
+        return self._metadata(written, decision, world.ties)
 
     def _prepare(self, state: dict[Any, Any]) -> _Prepared:
         platform, tensors = self._call.platform, self._context.tensors
         flat = flatten(
             state,
-            is_tensor=lambda v: tensors.describe(v) is not None,
+            is_tensor=tensor_test(tensors),
             codecs=registry().codecs(),
             allow_pickle=self._call.options.allow_pickle,
             to_host=lambda v: to_host(tensors, platform.stager, v),
         )
-        user = flatten({"user": self._call.user_metadata}, is_tensor=lambda _: False, codecs=registry().codecs())
-        if user.blobs or user.payloads:
+        # Built-in codecs only: metadata must be readable where no plugin is installed.
+        user = flatten({"user": self._call.user_metadata}, is_tensor=lambda _: False)
+        if user.blobs or "per_rank" in values_by_kind(user.tree).values():
             raise UnsupportedTypeError(
                 "user_metadata must be a plain value below 64 KiB: put larger things into the state"
             )
         description = self._call.planner.build_local_plan(flat.tensors, skeleton(flat.tree), self._context)
         return _Prepared(flat, description, encode_tree(user.tree))
 
-    def _gather_trees(self, prepared: _Prepared) -> list[tuple[list[int], Node]]:
-        """At rank 0, the distinct trees with their ranks: one of each is sent."""
+    def _gather_trees(self, prepared: _Prepared) -> list[tuple[list[int], bytes]]:
+        """At rank 0, the distinct trees, encoded, with their ranks: one of each is sent."""
         kind = xxhash.xxh3_128_digest(prepared.description.structure.skeleton)
         digests = self._ranks.all_gather_object(values_digest(prepared.flat.tree) + kind)
         ranks_of: dict[bytes, list[int]] = {}
@@ -238,13 +248,13 @@ class _Save:
         gathered = self._ranks.gather_bytes(encode_tree(prepared.flat.tree) if first else b"")
         if gathered is None:
             return []
-        return [(ranks, decode_tree(gathered[ranks[0]])) for ranks in ranks_of.values()]
+        return [(ranks, gathered[ranks[0]]) for ranks in ranks_of.values()]
 
-    def _decide(self, world: World, trees: list[tuple[list[int], Node]], loose: list[Columns]) -> bytes:
+    def _decide(self, world: World, trees: list[tuple[list[int], bytes]], loose: list[Columns]) -> bytes:
         """At rank 0: looks at the path, joins the states, and plans what no other rank can."""
         call = self._call
         self._previous = look(call.store, call.overwrite)
-        self._tree, conflicts = merge(trees)
+        self._tree, conflicts = merge([(ranks, decode_tree(tree)) for ranks, tree in trees])
         self._report_conflicts([f"{c.name!r} on ranks {_brief(c.ranks)}" for c in conflicts], "keeps each rank's value")
         self._report_conflicts([repr(name) for name in sorted(world.conflicts)], "keeps the lowest rank's tensor")
         columns = call.planner.loose_plan(without(world, world.ties))
@@ -347,12 +357,12 @@ class _Save:
                     f"rank {rank} planned its share otherwise than rank 0: do all ranks run the same version?"
                 )
 
-    def _metadata(self, written: _Written, decision: _Decision) -> Metadata:
+    def _metadata(self, written: _Written, decision: _Decision, ties: Mapping[str, str]) -> Metadata:
         if self._manifest is not None:
             return metadata_of(self._manifest)
         facts = (decision.save_id, self._ranks.world_size, decision.created, self._call.user_metadata)
         files = list(written.result.receipt.files)
-        return own_metadata(written.columns, written.placed, files, written.prepared.flat.tree, facts)
+        return own_metadata(written.columns, written.placed, files, written.prepared.flat.tree, facts, ties)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hyper_ckpt.api.common import CheckpointId, resolve_id
+from hyper_ckpt.api.common import CheckpointId, resolve_id, state_of
 from hyper_ckpt.api.load import MAX_ATTEMPTS
+from hyper_ckpt.api.views import user_value
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.engine.verify import Problem, Verifier, VerifyReport
 from hyper_ckpt.engine.workers import default_threads
 from hyper_ckpt.errors import CheckpointReplacedError, CorruptCheckpointError
 from hyper_ckpt.manifest import MANIFEST_NAME
 from hyper_ckpt.registry import registry
-from hyper_ckpt.state import decode_tree
 from hyper_ckpt.storage.filesystem import FileSystemReader
 
 
@@ -47,8 +47,8 @@ def _check(
     """The save that was checked (None: its manifest is damaged), and the result."""
     try:
         manifest = FileSystemReader().load_metadata(store)
-        decode_tree(manifest.state)
-        decode_tree(manifest.user)
+        state_of(manifest)
+        user_value(manifest.user)
     except CorruptCheckpointError as error:
         return None, VerifyReport(0, (Problem(MANIFEST_NAME, "", 0, 0, str(error)),))
     return manifest.save_id, Verifier(store, manifest, threads, progress).run()

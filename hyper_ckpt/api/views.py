@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from hyper_ckpt.api.common import state_of
 from hyper_ckpt.columns import Columns, Placed
 from hyper_ckpt.dtypes import dtype_of
+from hyper_ckpt.errors import ManifestError
 from hyper_ckpt.manifest import VERSION, Chunks, Manifest, StoredTensor
 from hyper_ckpt.metadata import (
     BytesStorageMetadata,
@@ -25,17 +28,24 @@ from hyper_ckpt.state.walk import values_by_kind
 
 
 def user_value(data: bytes) -> Any:
-    """What `save(user_metadata=...)` was given."""
+    """What `save(user_metadata=...)` was given.
+
+    Raises:
+        ManifestError: it is not what that writes.
+    """
 
     def none(*_: Any) -> Any:
-        raise KeyError
+        raise ManifestError("the user metadata holds what is no plain value: load an earlier checkpoint")
 
-    return rebuild(decode_tree(data), tensor=none, payload=none, blob=none, make_tensor=none)["user"]
+    try:
+        return rebuild(decode_tree(data), tensor=none, payload=none, blob=none, make_tensor=none)["user"]
+    except (KeyError, TypeError, IndexError) as error:
+        raise ManifestError("the user metadata is damaged: load an earlier checkpoint") from error
 
 
 def metadata_of(manifest: Manifest) -> Metadata:
     """All that a manifest says; tensors are decoded when asked for."""
-    tree = decode_tree(manifest.state)
+    tree = state_of(manifest)
     values = {name: BytesStorageMetadata(kind) for name, kind in values_by_kind(tree).items()}
 
     def describe(name: str) -> TensorStorageMetadata | BytesStorageMetadata:
@@ -58,11 +68,22 @@ def metadata_of(manifest: Manifest) -> Metadata:
 
 
 def own_metadata(
-    columns: Columns, placed: Placed, files: list[FileRecord], tree: Node, facts: tuple[str, int, float, Any]
+    columns: Columns,
+    placed: Placed,
+    files: list[FileRecord],
+    tree: Node,
+    facts: tuple[str, int, float, Any],
+    ties: Mapping[str, str],
 ) -> Metadata:
-    """What one rank saved, in the same words. `facts`: save id, world size, time, user metadata."""
+    """What one rank saved, in the same words.
+
+    Args:
+        facts: save id, world size, time, user metadata.
+        ties: names that are stored as another one.
+    """
     table = columns.table
     number_of = {name: i for i, name in enumerate(table.names)}
+    number_of |= {name: number_of[first] for name, first in ties.items()}
 
     def stored(name: str) -> StoredTensor:
         number = number_of[name]
@@ -80,9 +101,9 @@ def own_metadata(
         return values[name] if name in values else _tensor(stored(name))
 
     return Metadata(
-        LazyMapping({**dict.fromkeys(table.names), **values}, describe),
+        LazyMapping({**number_of, **values}, describe),
         tree,
-        LazyMapping(dict.fromkeys(table.names), lambda name: _storage(stored(name), files)),
+        LazyMapping(number_of, lambda name: _storage(stored(name), files)),
         VERSION,
         *facts[:3],
         {f.name: f.size for f in files},

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +17,23 @@ from hyper_ckpt.dtypes import dtype_of
 from hyper_ckpt.engine.budget import Budget
 from hyper_ckpt.engine.pieces import SEGMENT_BYTES, Piece, PieceReader
 from hyper_ckpt.engine.workers import Task, run_all
-from hyper_ckpt.errors import FileSizeError, HeaderError, MissingFileError, PlanError
+from hyper_ckpt.errors import FileSizeError, HeaderError, ManifestError, MissingFileError, PlanError
 from hyper_ckpt.manifest import Manifest
-from hyper_ckpt.receipt import BLOCK_BYTES, FileRecord, PieceRecord, Receipt, decode_receipt, receipt_name
-from hyper_ckpt.storage.safetensors_file import header_digest
+from hyper_ckpt.receipt import (
+    BLOCK_BYTES,
+    RECEIPT_FORMAT,
+    FileRecord,
+    PieceRecord,
+    Receipt,
+    decode_receipt,
+    receipt_name,
+)
+from hyper_ckpt.storage.safetensors_file import MAX_HEADER_BYTES, header_digest
 
 PACK_BYTES = 1 << 20
 """Shared boxes below this are passed on in one message."""
+MAX_RECEIPT_BYTES = 4 << 30
+"""A receipt is read whole. It takes some 35 bytes a block of 512 KiB, and 50 a piece."""
 
 
 @dataclass(eq=False)
@@ -56,6 +67,8 @@ class Stored:
         self._pieces: dict[int, dict[tuple[str, int, int], PieceRecord]] = {}
         self._receipts: dict[int, Receipt] = {}
         self._payloads: dict[tuple[int, str], bytes | None] = {}
+        self._checked: set[str] = set()
+        self._listed = {file.name: file for file in manifest.files}
 
     def check_files(self, numbers: Sequence[int]) -> None:
         """Checks that files exist and have the recorded sizes and headers, and reads the receipts that verifying needs.
@@ -64,16 +77,19 @@ class Stored:
             MissingFileError, FileSizeError, HeaderError: naming the file.
         """
         for number in numbers:
-            check_file(self._store, self._manifest.files[number])
+            self._check(self._manifest.files[number])
             if self._verify:
                 self.receipt(self._manifest.files[number].rank)
+
+    def _check(self, record: FileRecord) -> None:
+        if record.name not in self._checked:
+            check_file(self._store, record)
+            self._checked.add(record.name)
 
     def receipt(self, rank: int) -> Receipt:
         """A rank's receipt, read once."""
         if rank not in self._receipts:
-            name = receipt_name(rank, self._manifest.save_id)
-            data = self._store.read(name)
-            self._receipts[rank] = decode_receipt(data, self._manifest.receipts[rank], f"{self._store.url}/{name}")
+            self._receipts[rank] = read_receipt(self._store, self._manifest, rank, self._listed)
         return self._receipts[rank]
 
     def piece(self, name: str, file: int, start: int, nbytes: int) -> Piece:
@@ -94,12 +110,10 @@ class Stored:
             return None
         piece = receipt.pieces[receipt.payloads[name]]
         file = receipt.files[piece.file]
-        if file.data_start + piece.start + piece.nbytes > file.size:
-            raise PlanError(f"{name!r} leaves {file.name}")
-        check_file(self._store, file)
+        self._check(file)
         data = bytearray(piece.nbytes)
         stored = Piece(name, file.name, file.data_start + piece.start, piece.nbytes, piece.blocks())
-        reader = PieceReader(self._store, _NoStager(), Budget(SEGMENT_BYTES), SEGMENT_BYTES)
+        reader = PieceReader(self._store, _NoStager(), Budget(SEGMENT_BYTES), SEGMENT_BYTES, fills=False)
         reader.read_run(stored, 0, memoryview(data))
         return bytes(data)
 
@@ -111,7 +125,10 @@ class Stored:
         try:
             return self._pieces[file.rank][file.name, start, nbytes].blocks()
         except KeyError:
-            raise PlanError(f"the receipt of rank {file.rank} has no digests for {file.name} at {start}") from None
+            raise ManifestError(
+                f"the receipt of rank {file.rank} has no digests for {file.name} at {start}, where the manifest has a "
+                "chunk: load an earlier checkpoint"
+            ) from None
 
 
 class _NoStager(Stager):
@@ -130,6 +147,28 @@ class _NoStager(Stager):
         raise NotImplementedError
 
 
+def read_receipt(store: ByteStore, manifest: Manifest, rank: int, listed: Mapping[str, FileRecord]) -> Receipt:
+    """A rank's receipt, checked against the manifest and its files by name.
+
+    Raises:
+        MissingFileError: it is not there.
+        ManifestError: it is damaged, hostile, or speaks of other things than the manifest does.
+    """
+    name = receipt_name(rank, manifest.save_id)
+    what = f"{store.url}/{name}"
+    info = store.stat(name)
+    if info is not None and info.size > MAX_RECEIPT_BYTES:
+        raise ManifestError(f"{what} has {info.size} bytes, more than any receipt: load an earlier checkpoint")
+    receipt = decode_receipt(store.read(name), manifest.receipts[rank], what)
+    kind = (receipt.format, receipt.version, receipt.save_id, receipt.rank, receipt.world_size)
+    fits = kind == (RECEIPT_FORMAT, manifest.version, manifest.save_id, rank, manifest.world_size)
+    room = [file.size - file.data_start for file in receipt.files]
+    inside = all(0 <= p.nbytes <= room[p.file] - p.start for p in receipt.pieces)
+    if not fits or not inside or any(listed.get(file.name) != file for file in receipt.files):
+        raise ManifestError(f"{what} does not say the same as the manifest: load an earlier checkpoint")
+    return receipt
+
+
 def check_file(store: ByteStore, record: FileRecord) -> None:
     """Checks one file against its record."""
     info = store.stat(record.name)
@@ -139,6 +178,11 @@ def check_file(store: ByteStore, record: FileRecord) -> None:
         raise FileSizeError(
             f"{store.url}/{record.name} has {info.size} bytes but was saved with {record.size}: it was cut or "
             "replaced. Restore it, or load an earlier checkpoint"
+        )
+    if record.data_start > MAX_HEADER_BYTES + 8:
+        raise HeaderError(
+            f"{store.url}/{record.name} is said to have a header of {record.data_start} bytes, more than any reader "
+            "takes: load an earlier checkpoint"
         )
     header = bytearray(record.data_start)
     store.read_into(record.name, [(0, len(header))], [memoryview(header)])
@@ -202,16 +246,17 @@ class Loader:
         self._handles: list[Any] = []
         self._located_order = order
         self._located_want = job.located.want[order]
+        self._places: dict[int, tuple[Target, tuple[int, ...]]] = {}
         for row in range(len(job.columns)):
             self._target(row)[0].remaining += 1
 
     def verify_first(self) -> None:
         """Checks every block that will be read, before any target is touched."""
-        located = self.job.located
+        located, reader = self.job.located, dataclasses.replace(self._reader, fills=False)
         tasks: list[Task] = []
         for i in range(len(located)):
             piece, shape, offsets, sizes, itemsize = self._piece(i)
-            tasks += self._reader.verify_tasks(piece, shape, offsets, sizes, itemsize)
+            tasks += reader.verify_tasks(piece, shape, offsets, sizes, itemsize)
         run_all(tasks, self.job.threads)
 
     def open_groups(self) -> None:
@@ -292,6 +337,11 @@ class Loader:
 
     def _target(self, row: int) -> tuple[Target, tuple[int, ...]]:
         """The shard that a wanted box lies in, and the box's offsets inside it."""
+        if row not in self._places:
+            self._places[row] = self._find(row)
+        return self._places[row]
+
+    def _find(self, row: int) -> tuple[Target, tuple[int, ...]]:
         offsets, sizes = self.job.columns.box(row)
         name = self.job.columns.table.names[int(self.job.columns.tensor[row])]
         for target in self.job.targets[name]:

@@ -39,12 +39,14 @@ class PieceReader:
 
     Args:
         scratch_bytes: the most that one task holds besides the target.
+        fills: whether what is read goes into a target, for the text of errors.
     """
 
     store: ByteStore
     stager: Stager
     budget: Budget
     scratch_bytes: int
+    fills: bool = True
 
     def tasks(
         self, piece: Piece, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], target: Carrier
@@ -128,9 +130,10 @@ class PieceReader:
         block = into[: min(BLOCK_BYTES, piece.nbytes - low)]
         self.store.read_into(piece.file, [(piece.base + low, len(block))], [block])
         if piece.digests is not None and block_digest(block) != int(piece.digests[number]):
+            filled = "The target may be partly filled: load" if self.fills else "Nothing was loaded: load"
             raise DigestError(
                 f"{piece.file}: bytes {piece.base + low} to {piece.base + low + len(block)} ({piece.name!r}) differ "
-                "from what was saved. The target may be partly filled: load an earlier checkpoint"
+                f"from what was saved. {filled} an earlier checkpoint"
             )
 
     def _read_slab(

@@ -199,6 +199,8 @@ class _Files:
         """Tasks that write the pieces, in file order; small neighbours in one."""
         out: list[Task] = []
         packed: list[WritePiece] = []
+        stop = (0, 0)  # file and byte where `packed` ends
+        size = 0
 
         def flush() -> None:
             if packed:
@@ -207,12 +209,12 @@ class _Files:
                 out.append(lambda: self._write_packed(batch))
 
         for piece in sorted(pieces, key=lambda p: (p.file, p.start)):
-            last = packed[-1] if packed else None
-            fits = last is None or (last.file == piece.file and last.start + last.nbytes == piece.start)
-            if piece.nbytes >= PACK_BYTES or not fits or sum(p.nbytes for p in packed) > BLOCK_BYTES:
+            if piece.nbytes >= PACK_BYTES or (piece.file, piece.start) != stop or size > BLOCK_BYTES:
                 flush()
+                size = 0
             if piece.nbytes < PACK_BYTES:
                 packed.append(piece)
+                size, stop = size + piece.nbytes, (piece.file, piece.start + piece.nbytes)
             else:
                 out += self._large(piece)
         flush()
@@ -221,6 +223,7 @@ class _Files:
     def _large(self, piece: WritePiece) -> list[Task]:
         view = self._view(piece)
         if not view.flags.c_contiguous:
+            self.job.budget.require(BLOCK_BYTES, f"copying {piece.name!r}, which does not lie in one run,")
             return [lambda: self._write_strided(piece, view)]
         data = _flat(view)
         return [
@@ -254,7 +257,8 @@ class _Files:
 
     def _write_strided(self, piece: WritePiece, view: Carrier) -> None:
         """Copies a strided view slab by slab into one buffer of whole blocks."""
-        room = min(SEGMENT_BYTES, block_count(piece.nbytes) * BLOCK_BYTES)
+        allowed = max(self.job.budget.limit // BLOCK_BYTES, 1) * BLOCK_BYTES
+        room = min(SEGMENT_BYTES, block_count(piece.nbytes) * BLOCK_BYTES, allowed)
         dim = next((k for k in range(view.ndim) if view[(0,) * (k + 1)].nbytes <= BLOCK_BYTES), view.ndim - 1)
         units = int(np.prod(view.shape[: dim + 1], dtype=np.int64))
         step = max((BLOCK_BYTES * units) // piece.nbytes, 1)

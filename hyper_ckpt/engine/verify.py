@@ -11,11 +11,12 @@ import numpy as np
 
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.engine.digest import block_digest
-from hyper_ckpt.engine.load import check_file
+from hyper_ckpt.engine.load import check_file, read_receipt
 from hyper_ckpt.engine.workers import Task, run_all
 from hyper_ckpt.errors import CheckpointError
 from hyper_ckpt.manifest import Manifest
-from hyper_ckpt.receipt import BLOCK_BYTES, Receipt, decode_receipt, receipt_name
+from hyper_ckpt.receipt import BLOCK_BYTES, Receipt, receipt_name
+from hyper_ckpt.storage.filesystem import is_whole
 
 T = TypeVar("T")
 
@@ -70,9 +71,10 @@ class Verifier:
         for record in self._manifest.files:
             self._attempt(record.name, lambda record=record: check_file(self._store, record))  # type: ignore[misc]
         covered: dict[str, int] = {}
-        for rank, digest in enumerate(self._manifest.receipts):
+        listed = {file.name: file for file in self._manifest.files}
+        for rank in range(self._manifest.world_size):
             name = receipt_name(rank, self._manifest.save_id)
-            receipt = self._attempt(name, lambda n=name, d=digest: decode_receipt(self._store.read(n), d, n))  # type: ignore[misc]
+            receipt = self._attempt(name, lambda r=rank: read_receipt(self._store, self._manifest, r, listed))  # type: ignore[misc]
             if receipt is not None:
                 self._check_pieces(receipt, covered)
         for record in self._manifest.files:
@@ -82,9 +84,11 @@ class Verifier:
         return VerifyReport(self._checked, tuple(self._problems))
 
     def _check_tensors(self) -> None:
-        """Decodes every tensor, which proves that its chunks cover it, and notes which bytes are whose."""
+        """Proves that every tensor is covered by its chunks, and notes which bytes are whose."""
         for name in self._manifest.tensors:
             stored = self._attempt("manifest.json", lambda name=name: self._manifest.tensor(name))  # type: ignore[misc]
+            if stored is not None and not is_whole(stored):
+                self._problems.append(Problem("manifest.json", name, 0, 0, "its chunks do not cover it exactly once"))
             for chunks in stored.copies if stored else ():
                 for file, start in zip(chunks.file.tolist(), chunks.start.tolist(), strict=True):
                     self._names[self._manifest.files[file].name, start] = name

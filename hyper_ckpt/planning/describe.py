@@ -53,34 +53,51 @@ def describe(tensors: Mapping[str, Any], skeleton: bytes, context: PlanContext, 
     boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
     prints: dict[str, bytes] = {}
     shards = {name: local_shards(name, value, context) for name, value in tensors.items()}
+    shapes: dict[str, tuple[int, ...]] = {}
     for number, name in enumerate(sorted(tensors)):
         value = tensors[name]
         description = describe_tensor(name, value, context)
+        shapes[name] = description.shape
         records.append(builder.record(name, description.dtype, description.shape, description.layout))
         if isinstance(description.layout, Boxes):
             boxes += [(number, offsets, sizes) for offsets, sizes in description.layout.boxes]
         if fingerprints and _may_have_replicas(description, context.world_size):
-            prints[name] = context.tensors.fingerprint(shards[name])
+            prints[name] = _fingerprint(shards[name], description, context.tensors)
     structure = Structure(tuple(records), builder.layouts, skeleton)
     part = RankPart(
         tuple(pack_ranks(m) for m in builder.meshes),
         tuple(boxes),
         line_digests(structure, prints),
-        tuple(find_ties(shards, context.tensors).items()),
+        tuple(find_ties(shards, shapes, context.tensors).items()),
         tuple(sorted(name for name, own in shards.items() if not any(_count(s) for s in own))),
     )
     return Description(structure, part, tuple(prints.get(r.name, b"") for r in records))
 
 
-def find_ties(shards: Mapping[str, list[LocalShard]], tensors: Tensors) -> dict[str, str]:
-    """Names whose non-empty shards are the same elements of the same memory, each with the first such name."""
+def find_ties(
+    shards: Mapping[str, list[LocalShard]], shapes: Mapping[str, tuple[int, ...]], tensors: Tensors
+) -> dict[str, str]:
+    """Names whose non-empty shards are the same elements of the same memory, each with the first such name.
+
+    `shapes` are the global ones: a shard of one tensor may be all of another.
+    """
     firsts: dict[object, str] = {}
     ties: dict[str, str] = {}
     for name in sorted(shards):
         keys = tuple((s.offsets, tensors.storage_key(s)) for s in shards[name] if _count(s))
-        if keys and all(key is not None for _, key in keys) and firsts.setdefault(keys, name) != name:
-            ties[name] = firsts[keys]
+        if keys and all(key is not None for _, key in keys):
+            first = firsts.setdefault((shapes[name], keys), name)
+            if first != name:
+                ties[name] = first
     return ties
+
+
+def _fingerprint(shards: list[LocalShard], description: TensorDescription, tensors: Tensors) -> bytes:
+    """Of explicit boxes each has its own: ranks may share some of them."""
+    if not isinstance(description.layout, Boxes):
+        return tensors.fingerprint(shards)
+    full = sorted((s for s in shards if _count(s)), key=lambda s: (s.offsets, s.sizes))
+    return b"".join(tensors.fingerprint([s]) for s in full)
 
 
 def _count(shard: LocalShard) -> int:

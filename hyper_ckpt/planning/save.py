@@ -20,7 +20,7 @@ class SavePolicy:
     """How replicas are stored.
 
     Args:
-        remove_redundancy: store each box once; False: every holder stores its copy.
+        remove_redundancy: store each box once; False: every holder stores its copy, if all copies are equal.
         save_to_minimum_rank: the lowest holder stores a box whole, instead of sharing it out.
     """
 
@@ -80,10 +80,13 @@ def _place_line(
 ) -> None:
     holders = line.ranks.shape[1]
     mine = np.arange(len(line.ranks)) if rank is None else np.flatnonzero((line.ranks == rank).any(axis=1))
-    if not policy.remove_redundancy:
+    # Of replicas that differ only the lowest rank's is kept: readers of several copies would mix them.
+    if table.names[int(line.tensors[0])] in world.conflicts:
+        give(line, rows, mine, 0, 0)
+    elif not policy.remove_redundancy:
         for j in range(holders):
             give(line, rows, mine, j, j)
-    elif policy.save_to_minimum_rank or table.names[int(line.tensors[0])] in world.conflicts:
+    elif policy.save_to_minimum_rank:
         give(line, rows, mine, 0, 0)
     else:
         assign(line, table, loads, rows, mine, -1)

@@ -13,7 +13,7 @@ import numpy as np
 
 from hyper_ckpt.box import IntArray, element_counts, pad, split_units
 from hyper_ckpt.columns import Columns, TensorTable
-from hyper_ckpt.description import EXPLICIT, REPLICATED, LayoutRecord, World
+from hyper_ckpt.description import REPLICATED, LayoutRecord, World
 from hyper_ckpt.errors import PlanError
 from hyper_ckpt.layout import expand
 from hyper_ckpt.planning.balance import water_fill
@@ -151,7 +151,7 @@ class _LineBuilder:
         stack: IntArray | None
         if all(layout.mesh == REPLICATED for layout in layouts):
             stack = present[:, None].astype(np.int64)
-        elif len({(x.mesh_shape, x.placements, x.order) for x in layouts}) > 1 or layouts[0].mesh == EXPLICIT:
+        elif any(x.mesh < 0 for x in layouts) or len({(x.mesh_shape, x.placements, x.order) for x in layouts}) > 1:
             stack = None
         else:
             stack = np.unique(

@@ -29,7 +29,7 @@ class StandardSavePlanner(SavePlanner):
         return f"{type(self).__name__}({self._policy})"
 
     def build_local_plan(self, tensors: Mapping[str, Any], skeleton: bytes, context: PlanContext) -> Description:
-        return describe(tensors, skeleton, context, fingerprints=self._policy.remove_redundancy)
+        return describe(tensors, skeleton, context, fingerprints=True)
 
     def loose_plan(self, world: World) -> Columns:
         return plan_loose(world, self._policy)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
 
-from hyper_ckpt.box import IntArray, element_counts, intersect, pad
+from hyper_ckpt.box import IntArray, element_counts, intersect, pad, uncovered
 from hyper_ckpt.columns import Columns, Located, Placed
 from hyper_ckpt.contracts.placement import FilePlan, StorageReader, StorageWriter
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.dtypes import dtype_of
-from hyper_ckpt.errors import CheckpointNotFoundError, CoverageError, MissingFileError
+from hyper_ckpt.errors import CheckpointNotFoundError, CoverageError, ManifestError, MissingFileError
 from hyper_ckpt.manifest import MANIFEST_NAME, Manifest, StoredTensor
 from hyper_ckpt.storage.safetensors_file import Entry, build_header, choose_keys, header_upper_bound
 
@@ -162,7 +163,9 @@ class FileSystemReader(StorageReader):
             raise CheckpointNotFoundError(
                 f"no checkpoint at {store.url}: there is no {MANIFEST_NAME}; {hint}"
             ) from error
-        return Manifest(data, f"{store.url}/{MANIFEST_NAME}")
+        manifest = Manifest(data, f"{store.url}/{MANIFEST_NAME}")
+        _check_names(manifest)
+        return manifest
 
     def locate(self, manifest: Manifest, wanted: Columns, rank: int) -> Located:
         width = wanted.table.width
@@ -190,8 +193,35 @@ class FileSystemReader(StorageReader):
             low, part, hit = intersect(offsets[:, None], sizes[:, None], chunks.offsets[None], chunks.sizes[None])
             want, chunk = np.nonzero(hit)
             found = np.bincount(want, element_counts(part[want, chunk]), len(rows))
-            if (found == element_counts(sizes)).all():
+            once = (found == element_counts(sizes)).all() and not _overlap(
+                want, low[want, chunk] - offsets[want], part[want, chunk], sizes
+            )
+            if once:
                 pieces = (chunks.offsets[chunk], chunks.sizes[chunk], low[want, chunk], part[want, chunk])
                 padded = [pad(p, wanted.table.width, fill) for p, fill in zip(pieces, (0, 1, 0, 1), strict=True)]
                 return (rows[want], chunks.file[chunk], chunks.start[chunk], *padded)
         raise CoverageError(f"{manifest.what}: {stored.name!r} is not stored whole: load an earlier checkpoint")
+
+
+def _check_names(manifest: Manifest) -> None:
+    """Data files are a checkpoint's own: neither its records nor anything that is under another save's id."""
+    if not re.fullmatch("[0-9a-f]{16}", manifest.save_id):
+        raise ManifestError(f"{manifest.what} is not a valid manifest: {manifest.save_id!r} is no save id")
+    for file in manifest.files:
+        if manifest.save_id not in file.name or file.name.startswith("receipts/"):
+            raise ManifestError(f"{manifest.what} is not a valid manifest: {file.name!r} is no data file of this save")
+
+
+def is_whole(stored: StoredTensor) -> bool:
+    """Whether the first copy of a tensor covers it exactly once."""
+    chunks, d = stored.copies[0], max(len(stored.shape), 1)
+    offsets, sizes = pad(chunks.offsets, d, 0), pad(chunks.sizes, d, 1)
+    shape = np.array([stored.shape or (1,)], np.int64)
+    return not len(uncovered(np.zeros(len(offsets), np.int64), offsets, sizes, shape))
+
+
+def _overlap(want: IntArray, offsets: IntArray, sizes: IntArray, wanted: IntArray) -> bool:
+    """Whether parts of one wanted box overlap, given that they have as many elements as it has."""
+    if len(want) == len(wanted) or not wanted.shape[1]:
+        return False
+    return bool(len(uncovered(want, offsets, sizes, wanted)))

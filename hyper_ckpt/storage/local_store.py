@@ -32,6 +32,8 @@ class LocalStore(ByteStore):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not os.fspath(path):
             raise StoreError("an empty path names no directory; use '.' for the current one")
+        if "\0" in os.fspath(path):
+            raise StoreError(f"{os.fspath(path)!r} names no directory: a path cannot hold a NUL character")
         self.url = os.path.abspath(path)
         self._unsynced: set[str] = set()  # directories with names that may not survive a power failure
         self._unsynced_lock = threading.Lock()

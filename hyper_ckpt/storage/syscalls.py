@@ -34,8 +34,10 @@ _REMEDIES = {
     errno.EMFILE: "Raise the limit of open files (ulimit -n).",
     errno.ENAMETOOLONG: "Use a shorter path.",
     errno.ENOTDIR: "A file lies where a directory is needed: move it away, or use another path.",
+    errno.ENOENT: "A directory above it cannot be made, or was removed meanwhile: look there, or use another path.",
     errno.EEXIST: "Remove it first, or use another path.",
 }
+_MAKING = frozenset({"creating", "writing", "completing", "publishing"})
 _REMEDY = "Check the file system and the system log, then try again."
 
 
@@ -50,7 +52,7 @@ def naming(action: str, path: str, detail: str = "") -> Iterator[None]:
 
 def store_error(action: str, path: str, cause: OSError, detail: str = "") -> CheckpointError:
     """The error to raise `from cause` when `action` failed on `path`."""
-    if cause.errno == errno.ENOENT:
+    if cause.errno == errno.ENOENT and action not in _MAKING:
         return MissingFileError(f"{action} {path} failed: it does not exist. Was it moved or removed?")
     if cause.errno in _NO_ROOM:
         free = free_bytes(path)
