@@ -59,7 +59,8 @@ def test_large_replicas_are_balanced_within_a_unit(shapes: list[tuple[int, ...]]
     assert sum(loads) == sum(int(np.prod(s)) * 4 for s in shapes)
     # A unit is a row, or for huge rows an index deeper in.
     unit = max(int(np.prod(s[share.unit_dim(s, 4) + 1 :])) * 4 for s in shapes)
-    assert max(loads) - min(loads) <= 2 * unit
+    # One share has two ends, each rounded by up to half a unit; the ends of equal units round alike.
+    assert max(loads) - min(loads) <= unit * (1 if len(shapes) == 1 else 2)
 
 
 def test_stacked_experts_are_cut_below_their_first_dimension() -> None:

@@ -1,0 +1,39 @@
+"""How long imports take: `python tests/bench/import_time.py [runs]`. The aim: at most 60 ms more than numpy alone."""
+
+import statistics
+import subprocess
+import sys
+
+CASES = {
+    "nothing": "",
+    "numpy": "import numpy",
+    "hyper_ckpt": "import hyper_ckpt",
+    "numpy, hyper_ckpt": "import numpy, hyper_ckpt",
+    "save and load": "from hyper_ckpt import save, load",
+    "all names": "from hyper_ckpt import *",
+    "registry and plugins": "from hyper_ckpt.registry import registry; registry()",
+}
+TIMED = "import time; t = time.perf_counter()\n{code}\nprint((time.perf_counter() - t) * 1000)"
+
+
+def milliseconds(code: str) -> float:
+    """One fresh interpreter."""
+    script = TIMED.format(code=code)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def main(runs: int) -> None:
+    times: dict[str, list[float]] = {name: [] for name in CASES}
+    for _ in range(runs):  # in turn, so that what else the machine does hits all alike
+        for name, code in CASES.items():
+            times[name].append(milliseconds(code))
+    numpy = statistics.median(times["numpy"])
+    print(f"{'import':<22}{'median ms':>10}{'best ms':>9}{'over numpy':>12}")
+    for name, found in times.items():
+        median = statistics.median(found)
+        print(f"{name:<22}{median:>10.1f}{min(found):>9.1f}{median - numpy:>+12.1f}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 9)
