@@ -192,7 +192,8 @@ class Manifest:
             row = msgspec.json.decode(raw, type=TensorRow)
             if row.dtype not in BY_NAME:
                 raise ValueError(f"unknown dtype {row.dtype!r}")
-            if len(row.shape) > MAX_DIMS or any(n < 0 for n in row.shape) or _product(row.shape) >= 1 << 60:
+            nbytes = _product(row.shape) * BY_NAME[row.dtype].itemsize
+            if len(row.shape) > MAX_DIMS or any(not 0 <= n < 1 << 60 for n in row.shape) or nbytes >= 1 << 60:
                 raise ValueError(f"impossible shape {row.shape}")
             copies = tuple(self._chunks(part, row.dtype, row.shape) for part in (row, *row.copies))
         except (msgspec.ValidationError, ValueError, OverflowError) as error:
@@ -218,12 +219,14 @@ class Manifest:
                 raise ValueError(f"{n} chunks cut {cut} dimensions")
         start = np.broadcast_to(np.array(part.start, np.int64), (len(file),)).copy()
         whole = np.array(shape, np.int64).reshape(1, -1)
-        if (offsets < 0).any() or (sizes <= 0).any() or (offsets + sizes > whole).any() or (start < 0).any():
+        # In an order in which hostile numbers cannot wrap around.
+        if (offsets < 0).any() or (sizes <= 0).any() or (sizes > whole).any() or (offsets > whole - sizes).any():
             raise ValueError("a chunk leaves the tensor")
         if ((file < 0) | (file >= len(self.files))).any():
             raise ValueError("a chunk names no file")
         room = self._room[file] if len(file) else start
-        if (start + element_counts(sizes) * BY_NAME[dtype].itemsize > room).any():
+        nbytes = element_counts(sizes) * BY_NAME[dtype].itemsize
+        if (start < 0).any() or (nbytes > room).any() or (start > room - nbytes).any():
             raise ValueError("a chunk leaves its file")
         return Chunks(offsets, sizes, file, start)
 

@@ -29,6 +29,10 @@ class SaveOptions:
     allow_pickle: bool = False
     leftover_age: float = LEFTOVER_AGE
 
+    def __post_init__(self) -> None:
+        if self.conflicts not in ("warn", "error") or self.leftover_age < 0:
+            raise ValueError(f'conflicts is "warn" or "error" and leftover_age at least 0 seconds, not {self}')
+
 
 @dataclass(frozen=True)
 class LoadOptions:
@@ -42,3 +46,7 @@ class LoadOptions:
 
     allow_pickle: bool = False
     broadcast_batch_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        if self.broadcast_batch_bytes < 1:
+            raise ValueError(f"broadcast_batch_bytes must be at least 1, not {self.broadcast_batch_bytes}")

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 from hyper_ckpt.agreement import Operation
 from hyper_ckpt.builtin.composite import CompositeTensors
 from hyper_ckpt.builtin.numpy_platform import SingleRank
 from hyper_ckpt.builtin.numpy_tensors import NumpyTensors
-from hyper_ckpt.contracts.platform import Platform, Tensors
+from hyper_ckpt.contracts.platform import Carrier, LocalShard, Platform, TensorDescription, Tensors
 from hyper_ckpt.errors import ManifestError, UnsupportedStateError
 from hyper_ckpt.manifest import Manifest
 from hyper_ckpt.registry import registry
 from hyper_ckpt.state import Node, decode_tree
+from hyper_ckpt.state.tree import KeyedNode
 from hyper_ckpt.state.walk import tensor_names
 
 CheckpointId = str | os.PathLike[str]
@@ -47,6 +48,45 @@ def all_tensors(platform: Platform) -> Tensors:
     return CompositeTensors([platform.tensors, NumpyTensors()])
 
 
+class RememberedTensors(Tensors):
+    """Asks each value once what it is and where its shards are, for as long as one save or load takes.
+
+    Args:
+        inner: whom to ask.
+    """
+
+    def __init__(self, inner: Tensors) -> None:
+        self._inner = inner
+        # The values are kept: a freed one's id would come again.
+        self._described: dict[int, tuple[Any, TensorDescription | None]] = {}
+        self._shards: dict[int, tuple[Any, list[LocalShard]]] = {}
+
+    def describe(self, value: Any) -> TensorDescription | None:
+        if id(value) not in self._described:
+            self._described[id(value)] = (value, self._inner.describe(value))
+        return self._described[id(value)][1]
+
+    def local_shards(self, value: Any) -> list[LocalShard]:
+        if id(value) not in self._shards:
+            self._shards[id(value)] = (value, self._inner.local_shards(value))
+        return self._shards[id(value)][1]
+
+    def host_view(self, shard: LocalShard) -> Carrier | None:
+        return self._inner.host_view(shard)
+
+    def writable(self, shard: LocalShard) -> Carrier | None:
+        return self._inner.writable(shard)
+
+    def fingerprint(self, shards: Sequence[LocalShard]) -> bytes:
+        return self._inner.fingerprint(shards)
+
+    def empty(self, description: TensorDescription, like: Any = None) -> Any:
+        return self._inner.empty(description, like)
+
+    def storage_key(self, shard: LocalShard) -> Hashable | None:
+        return self._inner.storage_key(shard)
+
+
 def tensor_test(tensors: Tensors) -> Callable[[Any], bool]:
     """Whether a value is a tensor, also of a kind that cannot be stored: describing it by name then says so."""
 
@@ -66,6 +106,8 @@ def state_of(manifest: Manifest) -> Node:
         ManifestError: it is damaged, or names a tensor that the manifest does not have.
     """
     tree = decode_tree(manifest.state)
+    if not isinstance(tree, KeyedNode):
+        raise ManifestError(f"{manifest.what} is not a valid manifest: its state is not a dict")
     absent = [name for name in tensor_names(tree) if name not in manifest.tensors]
     if absent:
         raise ManifestError(f"{manifest.what} is not a valid manifest: it does not say where {absent[0]!r} is stored")

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from hyper_ckpt.api.common import CheckpointId, all_tensors, operation, resolve_id, resolve_platform, state_of
-from hyper_ckpt.api.load import MAX_ATTEMPTS, LoadCall, Loading, Match
+from hyper_ckpt.api.loading import MAX_ATTEMPTS, LoadCall, Loading
+from hyper_ckpt.api.matching import Match
 from hyper_ckpt.api.views import metadata_of
 from hyper_ckpt.contracts.placement import StorageReader
 from hyper_ckpt.contracts.platform import Platform, TensorDescription
-from hyper_ckpt.engine.load import Stored
 from hyper_ckpt.engine.stage import from_host
+from hyper_ckpt.engine.stored import Stored
 from hyper_ckpt.engine.workers import default_threads
 from hyper_ckpt.errors import MissingFileError, MissingKeyError
 from hyper_ckpt.layout import Replicated
@@ -105,7 +106,7 @@ def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None) -> di
     # What the manifest says is not believed before the files are there: no memory is taken for less.
     files.check_files(sorted({int(n) for t in stored for n in t.copies[0].file}))
     targets = {t.name: tensors.empty(TensorDescription(t.dtype, t.shape, Replicated())) for t in stored}
-    loading.plan(skeleton(tree), manifest, Match(tree, (), wanted=dict(targets)), files).run()
+    loading.plan(skeleton(tree), manifest, Match(tree, wanted=dict(targets)), files).run()
     return rebuild(
         tree,
         tensor=targets.__getitem__,

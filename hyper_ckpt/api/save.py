@@ -16,6 +16,7 @@ import xxhash
 from hyper_ckpt.agreement import Operation
 from hyper_ckpt.api.common import (
     CheckpointId,
+    RememberedTensors,
     all_tensors,
     attempt,
     operation,
@@ -187,7 +188,9 @@ class _Save:
     def __init__(self, call: _Call, operation: Operation) -> None:
         self._call, self._operation = call, operation
         self._ranks = call.platform.ranks
-        self._context = PlanContext(all_tensors(call.platform), self._ranks.rank, self._ranks.world_size)
+        self._context = PlanContext(
+            RememberedTensors(all_tensors(call.platform)), self._ranks.rank, self._ranks.world_size
+        )
         self._previous = Previous(None, (), None)
         self._tree: Node = None
         self._manifest: Manifest | None = None

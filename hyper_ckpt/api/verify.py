@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hyper_ckpt.api.common import CheckpointId, resolve_id, state_of
-from hyper_ckpt.api.load import MAX_ATTEMPTS
+from hyper_ckpt.api.loading import MAX_ATTEMPTS
 from hyper_ckpt.api.views import user_value
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.engine.verify import Problem, Verifier, VerifyReport

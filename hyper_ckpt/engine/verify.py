@@ -11,7 +11,7 @@ import numpy as np
 
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.engine.digest import block_digest
-from hyper_ckpt.engine.load import check_file, read_receipt
+from hyper_ckpt.engine.stored import check_file, read_receipt
 from hyper_ckpt.engine.workers import Task, run_all
 from hyper_ckpt.errors import CheckpointError
 from hyper_ckpt.manifest import Manifest

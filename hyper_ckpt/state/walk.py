@@ -30,6 +30,11 @@ def _walk(node: Node, name: str | None) -> Iterator[tuple[str | None, Node]]:
             yield from _walk(child, child_name)
 
 
+def all_names(tree: Node) -> list[str]:
+    """Every name below the root, of leaves and containers, in the order of the state."""
+    return list(dict.fromkeys(name for name, _ in _walk(tree, None) if name is not None))
+
+
 def tensor_names(tree: Node) -> list[str]:
     """The names of all tensors, in the order of the state."""
     return list(

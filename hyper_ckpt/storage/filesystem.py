@@ -153,16 +153,15 @@ class FileSystemReader(StorageReader):
     def load_metadata(self, store: ByteStore) -> Manifest:
         try:
             data = store.read(MANIFEST_NAME)
-        except MissingFileError as error:
-            present = store.list()
+        except MissingFileError:
             hint = (
-                f"the {len(present)} files there belong to a save that did not finish"
-                if any(n.startswith("rank-") for n in present)
+                "what is there belongs to a save that did not finish"
+                if any(n.startswith("rank-") for n in store.list())
                 else "give the directory that holds manifest.json"
             )
             raise CheckpointNotFoundError(
                 f"no checkpoint at {store.url}: there is no {MANIFEST_NAME}; {hint}"
-            ) from error
+            ) from None
         manifest = Manifest(data, f"{store.url}/{MANIFEST_NAME}")
         _check_names(manifest)
         return manifest

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyper_ckpt.engine import load as engine_load
+from hyper_ckpt.engine import shared as engine_shared
 from hyper_ckpt.options import LoadOptions
 from hyper_ckpt.planning import share
 
@@ -21,7 +21,7 @@ from .worlds import check_filled, check_stored_once, fresh, load_on, manifest_of
 def _low_limits(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(share, "MIN_CUT_BYTES", request.param)
-        patch.setattr(engine_load, "PACK_BYTES", min(request.param * 4, 1 << 20))
+        patch.setattr(engine_shared, "PACK_BYTES", min(request.param * 4, 1 << 20))
         yield
 
 
@@ -53,7 +53,7 @@ def test_saving_and_loading_is_the_identity(
     )
     check_filled(states, whole)
     assert [set(r.loaded) for r in reports] == [set(s) for s in states]
-    assert all(set(r.unexpected) == set(whole) - set(s) for r, s in zip(reports, states, strict=True))
+    assert all(set(r.unexpected) == set(whole) - set().union(*states) for r in reports)  # what no rank wants
 
 
 @settings(max_examples=25)

@@ -1,5 +1,6 @@
 """What a load refuses, what it reports, and what it leaves as it was."""
 
+import uuid
 from collections import OrderedDict
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 import hyper_ckpt
+from hyper_ckpt.contracts.platform import Platform
 from hyper_ckpt.errors import (
     CheckpointNotFoundError,
     ContainerMismatchError,
@@ -17,6 +19,7 @@ from hyper_ckpt.errors import (
     TargetError,
     UnexpectedKeyError,
 )
+from hyper_ckpt.testing.world import run_world
 from hyper_ckpt.values import PerRank, ShardedTensor
 
 from .helpers import Point, State, copied, fresh, load_on, same, save_on
@@ -237,3 +240,20 @@ def test_containers_are_remade_where_they_must_be() -> None:
     assert n.y[0] is array
     assert target["t"] is not outer
     assert target["t"][1] is inner
+
+
+def test_what_another_rank_wants_is_not_unexpected() -> None:
+    """Stages of a pipeline: each rank wants its own part of what all saved together."""
+    url = f"memory://tests/{uuid.uuid4().hex}"
+
+    def stage(platform: Platform) -> dict[str, Any]:
+        return {f"stage{platform.ranks.rank}": {"w": np.full(3, platform.ranks.rank)}, "step": 1}
+
+    def load(platform: Platform) -> tuple[str, ...]:
+        target = {f"stage{platform.ranks.rank}": {"w": np.zeros(3, int)}, "step": 0}
+        return hyper_ckpt.load(target, url, platform=platform, strict="exact").unexpected
+
+    run_world(3, lambda p: hyper_ckpt.save(stage(p), url, platform=p))
+    assert run_world(3, load) == [(), (), ()]
+    with pytest.raises(UnexpectedKeyError, match="'stage2/w' is in the checkpoint"):
+        run_world(2, load)

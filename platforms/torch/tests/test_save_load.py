@@ -113,7 +113,9 @@ def save_kind(rank: int, world_size: int, kind: str, path: str) -> dict[str, byt
 def load_kind(rank: int, world_size: int, kind: str, path: str, share: bool) -> dict[str, bytes]:
     state = make(kind, zero=True)
     report = hyper_ckpt.load(state, path, share_reads=share)
-    assert not (report.missing or report.unexpected or report.mismatched)
+    assert not (report.missing)
+    assert not (report.unexpected)
+    assert not (report.mismatched)
     return fulls(state)
 
 

@@ -1,0 +1,11 @@
+"""What all ranks agree on: that they are all here, what they described, and whose error stops everybody.
+
+Run on every rank. A step ends with one value everywhere, or with the same error everywhere.
+"""
+
+from __future__ import annotations
+
+from hyper_ckpt.agreement.exchange import broadcast_bytes
+from hyper_ckpt.agreement.operation import Operation, StoppedError
+
+__all__ = ["Operation", "StoppedError", "broadcast_bytes"]

@@ -1,0 +1,237 @@
+"""What all ranks described, made one: structures broadcast once each, rank parts gathered compactly."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from hyper_ckpt.agreement.verdict import Verdict, rebuild, report, vote_of
+from hyper_ckpt.box import IntArray
+from hyper_ckpt.contracts.platform import ByteBuffer, Ranks
+from hyper_ckpt.description import (
+    EXPLICIT,
+    Description,
+    ExplicitBoxes,
+    LayoutRecord,
+    RankPart,
+    Structure,
+    TensorRecord,
+    World,
+    unpack_ranks,
+)
+from hyper_ckpt.layout import expand
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class _Facts(msgspec.Struct, frozen=True, array_like=True):
+    """What rank 0 condenses of all rank parts: meshes by structure and number, ties, and what to compare."""
+
+    meshes: list[list[list[list[int]]]]
+    ties: dict[str, str]
+    compare: bool
+
+
+@dataclass(eq=False)
+class Exchange:
+    """One exchange, on one rank."""
+
+    ranks: Ranks
+    description: Description
+    _structures: tuple[Structure, ...] = ()
+
+    def run(self) -> World:
+        """The world; collective."""
+        structure = msgspec.msgpack.encode(self.description.structure)
+        record = self.description.digest + len(structure).to_bytes(8, "little")
+        records = [bytes(r) for r in self.ranks.all_gather_object(record)]
+        digests = list(dict.fromkeys(r[:16] for r in records))
+        class_of = np.array([digests.index(r[:16]) for r in records], np.int64)
+        firsts = [int(np.flatnonzero(class_of == c)[0]) for c in range(len(digests))]
+        sizes = [int.from_bytes(records[r][16:], "little") for r in firsts]
+        self._structures = self._broadcast_structures(structure, firsts, sizes)
+        parts = self.ranks.gather_bytes(msgspec.msgpack.encode(self.description.rank_part))
+        boxes = ExplicitBoxes()
+
+        def condense() -> bytes:
+            nonlocal boxes
+            decoded = [msgspec.msgpack.decode(p, type=RankPart) for p in parts or ()]
+            boxes = self._boxes(decoded, class_of)
+            meshes = self._meshes(decoded, class_of)
+            facts = _Facts(
+                [[m.tolist() for m in row] for row in meshes],
+                self._common_ties(decoded, class_of),
+                self._suspicious(decoded, class_of),
+            )
+            return msgspec.msgpack.encode(facts)
+
+        facts = msgspec.msgpack.decode(self._told(condense), type=_Facts)
+        arrays = tuple(tuple(np.array(m, np.int64) for m in row) for row in facts.meshes)
+        world = World(self.ranks.world_size, self._structures, class_of, arrays, boxes, facts.ties)
+        return self._with_conflicts(world) if facts.compare else world
+
+    def _told(self, compute: Callable[[], bytes]) -> bytes:
+        """What rank 0 computes, on every rank; if that fails, its error."""
+        data, cause = b"", None
+        if self.ranks.rank == 0:
+            try:
+                verdict = Verdict(compute())
+            except Exception as error:
+                verdict, cause = report("comparing what ranks described", {0: vote_of(error)}), error
+            data = msgspec.msgpack.encode(verdict)
+        verdict = msgspec.msgpack.decode(broadcast_bytes(self.ranks, data), type=Verdict)
+        if verdict.error:
+            raise rebuild(verdict, None) from cause
+        return verdict.value
+
+    def _broadcast_structures(self, own: bytes, firsts: list[int], sizes: list[int]) -> tuple[Structure, ...]:
+        buffers = []
+        for src, size in zip(firsts, sizes, strict=True):
+            buffer: ByteBuffer = np.empty(size, np.uint8)
+            if src == self.ranks.rank:
+                buffer[:] = np.frombuffer(own, np.uint8)
+            self.ranks.broadcast_into([buffer], src).wait()
+            buffers.append(buffer)
+        return tuple(msgspec.msgpack.decode(b.data, type=Structure) for b in buffers)
+
+    def _meshes(self, parts: list[RankPart], class_of: IntArray) -> list[list[IntArray]]:
+        """Per structure and mesh number, the distinct meshes: (meshes, mesh size)."""
+        out = []
+        for number, structure in enumerate(self._structures):
+            shapes = {x.mesh: x.mesh_shape for x in structure.layouts if x.mesh >= 0}
+            members = [parts[r] for r in np.flatnonzero(class_of == number)]
+            row = []
+            for mesh in range(len(shapes)):
+                packed = sorted({part.meshes[mesh] for part in members})
+                row.append(np.stack([unpack_ranks(p, shapes[mesh]) for p in packed]))
+            out.append(row)
+        return out
+
+    def _boxes(self, parts: list[RankPart], class_of: IntArray) -> ExplicitBoxes:
+        names, ranks, offsets, sizes = [], [], [], []
+        for rank, part in enumerate(parts):
+            tensors = self._structures[class_of[rank]].tensors
+            for number, o, s in part.boxes:
+                names.append(tensors[number].name)
+                ranks.append(rank)
+                offsets.append(o)
+                sizes.append(s)
+        return ExplicitBoxes(tuple(names), np.array(ranks, np.int64), tuple(offsets), tuple(sizes))
+
+    def _common_ties(self, parts: list[RankPart], class_of: IntArray) -> dict[str, str]:
+        """Ties on which every rank that holds any element of the tensor agrees."""
+        said: dict[str, set[str]] = {}
+        for part in parts:
+            for name, first in part.ties:
+                said.setdefault(name, set()).add(first)
+        if not said:
+            return {}
+        names = [{t.name for t in structure.tensors} for structure in self._structures]
+        for rank, part in enumerate(parts):
+            silent = said.keys() & names[class_of[rank]] - dict(part.ties).keys() - set(part.empty)
+            for name in silent:
+                said[name].add("")
+        return {name: firsts.pop() for name, firsts in said.items() if len(firsts) == 1}
+
+    def _suspicious(self, parts: list[RankPart], class_of: IntArray) -> bool:
+        """Whether fingerprints must be compared tensor by tensor."""
+        if any(part.boxes for part in parts):
+            return True
+        seen: dict[tuple[int, ...], bytes] = {}
+        for rank, part in enumerate(parts):
+            structure = self._structures[class_of[rank]]
+            for mesh, dims, digest in part.fingerprints:
+                key = (int(class_of[rank]), mesh, *_cell(structure, part, mesh, dims, rank))
+                if seen.setdefault(key, digest) != digest:
+                    return True
+        # Structures that share names may hold replicas of each other.
+        names = [t.name for structure in self._structures for t in structure.tensors]
+        return len(set(names)) != len(names)
+
+    def _with_conflicts(self, world: World) -> World:
+        """Compares fingerprints tensor by tensor, at rank 0, and tells all which differ."""
+        own = msgspec.msgpack.encode((self.description.fingerprints, self.description.rank_part))
+        gathered = self.ranks.gather_bytes(own)
+
+        def compare() -> bytes:
+            rows = [msgspec.msgpack.decode(g, type=tuple[tuple[bytes, ...], RankPart]) for g in gathered or ()]
+            return msgspec.msgpack.encode(sorted(self._conflicts(rows, world)))
+
+        names = msgspec.msgpack.decode(self._told(compare), type=list[str])
+        return dataclasses.replace(world, conflicts=frozenset(names))
+
+    def _conflicts(self, rows: list[tuple[tuple[bytes, ...], RankPart]], world: World) -> set[str]:
+        seen: dict[tuple[object, ...], bytes] = {}
+        out = set()
+        several = _laid_differently(world)
+        for rank, (prints, part) in enumerate(rows):
+            structure = world.structures[world.class_of[rank]]
+            listed: dict[int, list[Box]] = {}
+            for number, offsets, sizes in sorted(part.boxes):
+                if 0 not in sizes:
+                    listed.setdefault(number, []).append((offsets, sizes))
+            for number, (record, fingerprint) in enumerate(zip(structure.tensors, prints, strict=True)):
+                layout = structure.layouts[record.layout]
+                cells: list[Any] = listed.get(number, [])
+                if layout.mesh != EXPLICIT and fingerprint:
+                    cells = (
+                        _boxes_of(record, layout, part, rank)
+                        if record.name in several
+                        else [_cell(structure, part, layout.mesh, layout.sharded_dims(), rank)]
+                    )
+                for i, cell in enumerate(cells):
+                    own = fingerprint[8 * i : 8 * i + 8]
+                    if own and seen.setdefault((record.name, cell), own) != own:
+                        out.add(record.name)
+        return out
+
+
+def _laid_differently(world: World) -> set[str]:
+    """Names that ranks describe with different layouts: only their boxes can be compared."""
+    found: dict[str, set[tuple[object, ...]]] = {}
+    for structure in world.structures:
+        for record in structure.tensors:
+            x = structure.layouts[record.layout]
+            found.setdefault(record.name, set()).add((min(x.mesh, 0), x.mesh_shape, x.placements, x.order))
+    return {name for name, layouts in found.items() if len(layouts) > 1}
+
+
+def _boxes_of(record: TensorRecord, layout: LayoutRecord, part: RankPart, rank: int) -> list[Box]:
+    """The box that a rank holds of a tensor that is whole or on a mesh; none if it is empty."""
+    offsets, sizes = (0,) * len(record.shape), record.shape
+    if layout.mesh >= 0:
+        at = np.flatnonzero(unpack_ranks(part.meshes[layout.mesh], layout.mesh_shape) == rank)
+        if not len(at):
+            return []
+        coordinate = np.array(np.unravel_index(int(at[0]), layout.mesh_shape), np.int64).reshape(-1, 1)
+        low, lengths = expand(record.shape, layout.mesh_shape, layout.decoded(), layout.order, coordinate)
+        offsets, sizes = tuple(low[0].tolist()), tuple(lengths[0].tolist())
+    return [] if 0 in sizes else [(offsets, sizes)]
+
+
+def _cell(structure: Structure, part: RankPart, mesh: int, dims: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """What tells sets of holders apart: the coordinates along the sharded mesh dimensions."""
+    if mesh < 0:
+        return ()
+    shape = next(x.mesh_shape for x in structure.layouts if x.mesh == mesh)
+    at = np.flatnonzero(unpack_ranks(part.meshes[mesh], shape) == rank)
+    if not len(at):
+        return (-1, rank)
+    coordinate = np.unravel_index(int(at[0]), shape)
+    return (*dims, *(int(coordinate[d]) for d in dims))
+
+
+def broadcast_bytes(ranks: Ranks, data: bytes) -> bytes:
+    """Rank 0's bytes, of any length, on every rank."""
+    length: ByteBuffer = np.frombuffer(len(data).to_bytes(8, "little"), np.uint8).copy()
+    ranks.broadcast_into([length], 0).wait()
+    buffer: ByteBuffer = np.empty(int.from_bytes(length.tobytes(), "little"), np.uint8)
+    if ranks.rank == 0:
+        buffer[:] = np.frombuffer(data, np.uint8)
+    ranks.broadcast_into([buffer], 0).wait()
+    return buffer.tobytes()

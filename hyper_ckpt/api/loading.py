@@ -1,0 +1,327 @@
+"""The story of a load on one rank: flatten the target, agree, match, plan, read, set plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hyper_ckpt import errors
+from hyper_ckpt.agreement import Operation, StoppedError, broadcast_bytes
+from hyper_ckpt.api.common import RememberedTensors, all_tensors, attempt, tensor_test
+from hyper_ckpt.api.matching import Match, Matcher, refuse_unexpected, wanted_by_none
+from hyper_ckpt.columns import Columns, Located
+from hyper_ckpt.contracts.placement import StorageReader
+from hyper_ckpt.contracts.planner import LoadPlanner, OwnBoxes, PlanContext
+from hyper_ckpt.contracts.platform import Platform
+from hyper_ckpt.contracts.store import ByteStore
+from hyper_ckpt.description import without
+from hyper_ckpt.engine.load import Loader, LoadJob, Target
+from hyper_ckpt.engine.stage import from_host
+from hyper_ckpt.engine.stored import Stored
+from hyper_ckpt.errors import MissingFileError, UnsupportedStateError
+from hyper_ckpt.manifest import MANIFEST_NAME, VERSION, Manifest
+from hyper_ckpt.options import DEFAULT_MAX_HOST_BYTES, LoadOptions, Strict, Verify
+from hyper_ckpt.planning.describe import describe_tensor, local_shards
+from hyper_ckpt.registry import registry
+from hyper_ckpt.state import BlobNode, FlatState, flatten, restore, skeleton
+from hyper_ckpt.state.walk import blob_owners, values_by_kind
+
+MAX_ATTEMPTS = 100
+"""How often a load begins again because the checkpoint was replaced under it: each time, a save was completed."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did on this rank.
+
+    Args:
+        loaded: names of the tensors that were filled.
+        missing: names that the target wants and the checkpoint does not have; left as they were.
+        unexpected: names that the checkpoint has and the target does not want.
+        mismatched: what was left as it was because kind, shape or dtype differ, each with the reason.
+        kept: `PerRank` names that kept the target's value, because no such rank saved one.
+        bytes_read: bytes of tensors that this rank read from the store.
+        bytes_received: bytes of tensors that other ranks read for it.
+        peak_host_bytes: the most host memory held besides the target.
+        seconds: per phase.
+    """
+
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[str, ...]
+    kept: tuple[str, ...]
+    bytes_read: int
+    bytes_received: int
+    peak_host_bytes: int
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True, eq=False)
+class LoadCall:
+    """The arguments of a load, resolved."""
+
+    platform: Platform
+    store: ByteStore
+    reader: StorageReader
+    planner: LoadPlanner
+    options: LoadOptions
+    strict: Strict
+    verify: Verify
+    share_reads: bool
+    threads: int
+    max_host_bytes: int | None
+
+    def agreed_options(self) -> dict[str, str]:
+        """What must be equal on all ranks."""
+        names = ("options", "strict", "verify", "share_reads", "max_host_bytes")
+        return {
+            "call": "load",
+            "checkpoint_id": self.store.url,
+            "platform": self.platform.name,
+            "format version": str(VERSION),
+            "planner": self.planner.identity(),
+            "storage_reader": self.reader.identity(),
+            **{name: repr(getattr(self, name)) for name in names},
+        }
+
+
+class Loading:
+    """One load on one rank."""
+
+    def __init__(self, call: LoadCall, operation: Operation) -> None:
+        self._call, self._operation = call, operation
+        self._ranks = call.platform.ranks
+        self._tensors = RememberedTensors(all_tensors(call.platform))
+        self._context = PlanContext(self._tensors, self._ranks.rank, self._ranks.world_size)
+        self._seconds: dict[str, float] = {}
+        self._kept: list[str] = []
+
+    def run(self, state: dict[Any, Any]) -> LoadReport:
+        """The story; begun again if the checkpoint is replaced while it is read."""
+        with self._phase("prepare"):
+            flat, error = attempt(lambda: self._flatten(state))
+        self._operation.meet(self._call.agreed_options(), error)
+        assert flat is not None
+        for attempts_left in reversed(range(MAX_ATTEMPTS)):
+            manifest = self._read_manifest()
+            try:
+                return self._load(flat, manifest)
+            except MissingFileError:
+                if not attempts_left or not self._was_replaced(manifest):
+                    raise
+        raise AssertionError("unreachable")
+
+    def _flatten(self, state: dict[Any, Any]) -> FlatState:
+        return flatten(
+            state,
+            is_tensor=tensor_test(self._tensors),
+            codecs=registry().codecs(),
+            allow_pickle=self._call.options.allow_pickle,
+        )
+
+    def _read_manifest(self) -> Manifest:
+        """One rank reads it and shares it."""
+        found: list[Manifest] = []
+
+        def read(_: list[bytes]) -> bytes:
+            found.append(self._call.reader.load_metadata(self._call.store))
+            return b""
+
+        with self._phase("metadata"):
+            self._operation.agree("reading the manifest", decide=read)
+            if self._ranks.world_size == 1:
+                return found[0]
+            data = broadcast_bytes(self._ranks, found[0].data if found else b"")
+            return found[0] if found else Manifest(data, f"{self._call.store.url}/{MANIFEST_NAME}")
+
+    def _was_replaced(self, manifest: Manifest) -> bool:
+        def look(_: list[bytes]) -> bytes:
+            now = self._call.reader.load_metadata(self._call.store)
+            return b"1" if now.save_id != manifest.save_id else b""
+
+        return bool(self._operation.agree("looking for a newer manifest", decide=look))
+
+    def _load(self, flat: FlatState, manifest: Manifest) -> LoadReport:
+        self._kept.clear()
+        with self._phase("plan"):
+            match = self._match(flat, manifest)
+            stored = Stored(self._call.store, manifest, self._call.verify != "off")
+            loader = self.plan(skeleton(flat.tree), manifest, match, stored)
+        with self._phase("read"):
+            _, error = attempt(lambda: self._read(flat, match, stored, loader))
+            stopped = isinstance(error, StoppedError)
+            if error is not None:
+                self._operation.stop()
+            self._operation.agree("loading", b"1" * stopped, None if stopped else error, _refuse_stopped, last=True)
+        self._warn(match)
+        return LoadReport(
+            tuple(sorted(match.wanted)),
+            tuple(match.missing),
+            tuple(match.unexpected),
+            tuple(match.mismatched),
+            tuple(self._kept),
+            loader.counts.read,
+            loader.counts.received,
+            loader.counts.peak_host_bytes,
+            self._seconds,
+        )
+
+    def _match(self, flat: FlatState, manifest: Manifest) -> Match:
+        """Compares the target with the checkpoint, on all ranks."""
+        call = self._call
+        match, error = attempt(lambda: Matcher(flat, manifest, self._context, call.strict).run(call.planner))
+        own = match.pack_unexpected() if match else b""
+        unwanted = self._operation.agree("comparing the state with the checkpoint", own, error, wanted_by_none)
+        assert match is not None
+        match.keep_unwanted(unwanted)
+        if call.strict == "exact":
+            refuse_unexpected(match.unexpected, manifest.what)
+        return match
+
+    def plan(self, frame: bytes, manifest: Manifest, match: Match, stored: Stored) -> Loader:
+        """Decides what this rank reads, and checks the files it will open. `frame` is the skeleton of the state."""
+        call, rank = self._call, self._ranks.rank
+        planner = call.planner
+        description, error = attempt(lambda: planner.build_local_plan(match.wanted, frame, manifest, self._context))
+        self._operation.agree("describing the target", error=error)
+        assert description is not None
+        world = self._operation.exchange(description) if call.share_reads else None
+
+        def plan() -> Loader:
+            # Of names that are one memory, only the first is read. A rank whose part is empty cannot tell that they
+            # are: where reads are shared, all ranks must leave out the same.
+            ties = match.ties if world is None else world.ties
+            wanted = {name: value for name, value in match.wanted.items() if name not in ties}
+            shards = {name: local_shards(name, value, self._context) for name, value in wanted.items()}
+            boxes: OwnBoxes = [(name, s.offsets, s.sizes) for name, own in shards.items() for s in own]
+            if world is not None:
+                columns = planner.build_global_plan(
+                    without(world, ties), rank, boxes, call.options.broadcast_batch_bytes
+                )
+            else:
+                columns = planner.finalize_plan(description, rank, boxes)
+            located = self._locate(manifest, columns)
+            stored.check_files(np.unique(located.file).tolist())
+            self._read_values(match, stored)
+            targets = {name: self._targets(name, value) for name, value in wanted.items()}
+            job = LoadJob(
+                self._ranks,
+                call.platform.stager,
+                stored,
+                call.store,
+                columns,
+                located,
+                targets,
+                self._operation.batch_ready,
+                call.options.broadcast_batch_bytes,
+                call.threads,
+                call.max_host_bytes,
+            )
+            loader = Loader(job, DEFAULT_MAX_HOST_BYTES)
+            if call.verify == "before":
+                loader.verify_first()
+            return loader
+
+        loader, error = attempt(plan)
+        self._operation.agree("checking the files", error=error)
+        assert loader is not None
+        loader.open_groups()
+        return loader
+
+    def _locate(self, manifest: Manifest, columns: Columns) -> Located:
+        own = np.flatnonzero(columns.rank == self._ranks.rank)
+        located = self._call.reader.locate(manifest, columns.take(own), self._ranks.rank)
+        return dataclasses.replace(located, want=own[located.want] if len(own) else located.want)
+
+    def _targets(self, name: str, value: Any) -> list[Target]:
+        description = describe_tensor(name, value, self._context)
+        shards = local_shards(name, value, self._context)
+        try:
+            return [Target(name, s, description.dtype, self._tensors.writable(s)) for s in shards]
+        except UnsupportedStateError as error:
+            raise type(error)(f"{name!r}: {error}") from error
+
+    def _read_values(self, match: Match, stored: Stored) -> None:
+        """Reads the payloads and blobs that the target wants: a damaged one is found before anything is filled."""
+        rank = self._ranks.rank
+        for name, kind in values_by_kind(match.saved).items():
+            if kind == "per_rank" and name in match.values and rank < stored.world_size:
+                stored.payload(rank, name)
+        for name, owner in blob_owners(match.saved):
+            if name in match.values:
+                stored.payload(owner, name)
+
+    def _read(self, flat: FlatState, match: Match, stored: Stored, loader: Loader) -> None:
+        platform = self._call.platform
+        loader.run()
+        for name, tensor in match.wanted.items():
+            applied = self._call.planner.apply_tensor(name, tensor)
+            if applied is not flat.tensors[name]:
+                match.replaced[name] = applied
+        restore(
+            flat,
+            match.saved,
+            payload=lambda name: self.payload(stored, name),
+            blob=lambda name, node: self.blob(stored, name, node),
+            make_tensor=lambda dtype, shape, data: from_host(self._tensors, platform.stager, dtype, shape, data),
+            tensors=match.replaced,
+            codecs=registry().codecs(),
+            allow_pickle=self._call.options.allow_pickle,
+        )
+
+    def payload(self, stored: Stored, name: str) -> bytes | None:
+        """What this rank saved of a `PerRank`; None, noted, if it saved none."""
+        data = stored.payload(self._ranks.rank, name) if self._ranks.rank < stored.world_size else None
+        if data is None:
+            self._kept.append(name)
+            return None
+        return self._call.planner.apply_bytes(name, data)
+
+    def blob(self, stored: Stored, name: str, node: BlobNode) -> bytes:
+        """A large plain value."""
+        data = stored.payload(node.rank or 0, name)
+        if data is None:
+            raise errors.ManifestError(f"the value of {name!r} is missing from the receipt of rank {node.rank}")
+        return self._call.planner.apply_bytes(name, data)
+
+    def _warn(self, match: Match) -> None:
+        if self._kept:
+            warnings.warn(
+                f"{_few(self._kept)} belong to ranks, and no rank {self._ranks.rank} saved any: "
+                "the target's own values were kept",
+                stacklevel=6,
+            )
+        if match.borrowed:
+            warnings.warn(
+                f"{_few(match.borrowed)} differed between ranks: rank {self._ranks.rank} got the lowest rank's",
+                stacklevel=6,
+            )
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def _refuse_stopped(votes: list[bytes]) -> bytes:
+    """Whoever stopped because of another rank has filled only a part: nobody may take that for a load."""
+    stopped = [rank for rank, vote in enumerate(votes) if vote]
+    if stopped:
+        raise errors.RankFailedError(f"ranks {stopped} stopped for a failure that no rank reports", stopped)
+    return b""
+
+
+def _few(names: Any) -> str:
+    rows = [repr(n) for n in names]
+    return ", ".join(rows[:5]) + (f" and {len(rows) - 5} more" if len(rows) > 5 else "")

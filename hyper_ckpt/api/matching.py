@@ -1,0 +1,174 @@
+"""Does the target fit the checkpoint? Names, kinds, shapes, dtypes and ties, before any data is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hyper_ckpt import errors
+from hyper_ckpt.api.common import state_of
+from hyper_ckpt.contracts.planner import LoadPlanner, PlanContext
+from hyper_ckpt.errors import StateMismatchError, TargetError
+from hyper_ckpt.manifest import Manifest
+from hyper_ckpt.options import Strict
+from hyper_ckpt.planning.describe import describe_tensor, find_ties, local_shards
+from hyper_ckpt.state import FlatState, Node, compare, select
+from hyper_ckpt.state.walk import all_names, values_by_kind
+
+
+@dataclass(eq=False)
+class Match:
+    """How this rank's target and the checkpoint fit.
+
+    Args:
+        saved: the saved state as this rank sees it.
+        borrowed: names of values that this rank did not save and gets from the lowest rank that did.
+        missing, mismatched: of this rank's target. `unexpected`: saved names that this rank does not want, until
+            `keep_unwanted` leaves those that no rank wants.
+        wanted: the targets to fill by name, new ones where they had no memory.
+        replaced: those of them that are not the tensors that stand in the target.
+        ties: names that are the memory of another name.
+        values: names of the target's other leaves.
+        names: every saved name, the same on all ranks.
+    """
+
+    saved: Node
+    borrowed: tuple[str, ...] = ()
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    wanted: dict[str, Any] = field(default_factory=dict)
+    replaced: dict[str, Any] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+    values: frozenset[str] = frozenset()
+    names: tuple[str, ...] = ()
+
+    def pack_unexpected(self) -> bytes:
+        """One bit for every saved name: whether this rank does not want it."""
+        unexpected = set(self.unexpected)
+        return bytes(np.packbits(np.array([name in unexpected for name in self.names], bool)))
+
+    def keep_unwanted(self, unwanted: bytes) -> None:
+        """Of the unexpected names, keeps those that no rank wants: other ranks want other stages of a pipeline."""
+        bits = np.unpackbits(np.frombuffer(unwanted, np.uint8), count=len(self.names))
+        self.unexpected = [name for name, bit in zip(self.names, bits, strict=True) if bit]
+
+
+def wanted_by_none(votes: list[bytes]) -> bytes:
+    """The names that every rank's `pack_unexpected` has."""
+    return bytes(np.bitwise_and.reduce([np.frombuffer(v, np.uint8) for v in votes]))
+
+
+class Matcher:
+    """Compares one rank's target with a checkpoint.
+
+    Args:
+        strict: see `load`.
+    """
+
+    def __init__(self, flat: FlatState, manifest: Manifest, context: PlanContext, strict: Strict) -> None:
+        self._flat, self._manifest, self._context, self._strict = flat, manifest, context, strict
+        self._problems: dict[str, list[str]] = {}
+
+    def run(self, planner: LoadPlanner) -> Match:
+        """The match.
+
+        Raises:
+            StateMismatchError: what `strict` refuses, all in one; but for unexpected names, see `refuse_unexpected`.
+            TargetError: a target cannot be filled.
+        """
+        tree = state_of(self._manifest)
+        chosen = select(tree, self._context.rank)
+        values = frozenset(values_by_kind(self._flat.tree))
+        match = Match(chosen.tree, chosen.borrowed, values=values, names=tuple(all_names(tree)))
+        misfits = self._compare_trees(match)
+        for name, value in self._flat.tensors.items():
+            if name in misfits or name not in self._manifest.tensors:
+                continue
+            problem = self._tensor_problem(name, value)
+            if problem is None:
+                match.wanted[name] = value
+            else:
+                match.mismatched.append(problem)
+        if self._strict:
+            raise_problems(self._problems, self._manifest.what)
+        self._acquire(match, planner)
+        return match
+
+    def _compare_trees(self, match: Match) -> set[str]:
+        """Notes what differs; returns the names where kinds differ."""
+        misfits = set()
+        for d in compare(self._flat.tree, match.saved):
+            if d.kind == "unexpected":
+                match.unexpected.append(d.name)
+                continue
+            self._problems.setdefault(d.kind, []).append(d.text)
+            if d.kind == "missing":
+                match.missing.append(d.name)
+            else:
+                match.mismatched.append(d.text)
+                misfits.add(d.name)
+        return misfits
+
+    def _tensor_problem(self, name: str, value: Any) -> str | None:
+        description, stored = describe_tensor(name, value, self._context), self._manifest.tensor(name)
+        text = None
+        if description.shape != stored.shape:
+            text = f"{name!r} was saved with shape {stored.shape}, the target has {description.shape}"
+            self._problems.setdefault("shape", []).append(text)
+        elif description.dtype != stored.dtype:
+            text = f"{name!r} was saved as {stored.dtype}, the target is {description.dtype}"
+            self._problems.setdefault("dtype", []).append(text)
+        return text
+
+    def _acquire(self, match: Match, planner: LoadPlanner) -> None:
+        """New tensors for targets without memory, and which names are one memory."""
+        for name, value in match.wanted.items():
+            acquired = planner.acquire_tensor(match.wanted, name, self._context)
+            match.wanted[name] = acquired
+            if acquired is not value:
+                match.replaced[name] = acquired
+        shards = {n: local_shards(n, v, self._context) for n, v in match.wanted.items()}
+        shapes = {n: self._manifest.tensor(n).shape for n in match.wanted}
+        match.ties = find_ties(shards, shapes, self._context.tensors)
+        for name, first in match.ties.items():
+            if not _same_bytes(self._manifest, name, first):
+                raise TargetError(
+                    f"{name!r} and {first!r} are one tensor in the target, but two values were saved for them: "
+                    "untie them, or load only one of them"
+                )
+
+
+_KINDS: dict[str, type[StateMismatchError]] = {
+    "missing": errors.MissingKeyError,
+    "container": errors.ContainerMismatchError,
+    "shape": errors.ShapeMismatchError,
+    "dtype": errors.DtypeMismatchError,
+    "unexpected": errors.UnexpectedKeyError,
+}
+
+
+def raise_problems(problems: dict[str, list[str]], what: str) -> None:
+    """Raises one error for all problems, by kind; of a class of its own if they are of one kind."""
+    if not problems:
+        return
+    texts = [t for v in problems.values() for t in v]
+    shown = "; ".join(texts[:10]) + (f"; and {len(texts) - 10} more (see .problems)" if len(texts) > 10 else "")
+    kind = _KINDS[next(iter(problems))] if len(problems) == 1 else StateMismatchError
+    raise kind(f"{what} does not fit the state: {shown}. Nothing was loaded; strict=False loads what matches", texts)
+
+
+def refuse_unexpected(names: list[str], what: str) -> None:
+    """Raises for saved names that no rank wants."""
+    raise_problems(
+        {"unexpected": [f"{name!r} is in the checkpoint, but not in the target" for name in names]} if names else {},
+        what,
+    )
+
+
+def _same_bytes(manifest: Manifest, a: str, b: str) -> bool:
+    one, two = manifest.tensor(a).copies[0], manifest.tensor(b).copies[0]
+    pairs = [(one.file, two.file), (one.start, two.start), (one.offsets, two.offsets), (one.sizes, two.sizes)]
+    return all(np.array_equal(x, y) for x, y in pairs)

@@ -1,0 +1,154 @@
+"""What is stored, opened for reading: nothing is believed before it is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hyper_ckpt.contracts.platform import ByteBuffer, LocalShard, Pending, Stager
+from hyper_ckpt.contracts.store import ByteStore
+from hyper_ckpt.engine.budget import Budget
+from hyper_ckpt.engine.digest import Digests
+from hyper_ckpt.engine.pieces import SEGMENT_BYTES, Piece, PieceReader
+from hyper_ckpt.errors import FileSizeError, HeaderError, ManifestError, MissingFileError
+from hyper_ckpt.manifest import Manifest
+from hyper_ckpt.receipt import RECEIPT_FORMAT, FileRecord, PieceRecord, Receipt, decode_receipt, receipt_name
+from hyper_ckpt.storage.safetensors_file import MAX_HEADER_BYTES, header_digest
+
+MAX_RECEIPT_BYTES = 4 << 30
+"""A receipt is read whole. It takes some 35 bytes a block of 512 KiB, and 50 a piece."""
+
+
+class Stored:
+    """What is stored, opened for reading: files are checked once each, receipts read when needed."""
+
+    def __init__(self, store: ByteStore, manifest: Manifest, verify: bool) -> None:
+        self._store, self._manifest, self._verify = store, manifest, verify
+        self.world_size = manifest.world_size
+        self._pieces: dict[int, dict[tuple[str, int, int], PieceRecord]] = {}
+        self._receipts: dict[int, Receipt] = {}
+        self._payloads: dict[tuple[int, str], bytes | None] = {}
+        self._checked: set[str] = set()
+        self._listed = {file.name: file for file in manifest.files}
+
+    def check_files(self, numbers: Sequence[int]) -> None:
+        """Checks that files exist and have the recorded sizes and headers, and reads the receipts that verifying needs.
+
+        Raises:
+            MissingFileError, FileSizeError, HeaderError: naming the file.
+        """
+        for number in numbers:
+            self._check(self._manifest.files[number])
+            if self._verify:
+                self.receipt(self._manifest.files[number].rank)
+
+    def _check(self, record: FileRecord) -> None:
+        if record.name not in self._checked:
+            check_file(self._store, record)
+            self._checked.add(record.name)
+
+    def receipt(self, rank: int) -> Receipt:
+        """A rank's receipt, read once."""
+        if rank not in self._receipts:
+            self._receipts[rank] = read_receipt(self._store, self._manifest, rank, self._listed)
+        return self._receipts[rank]
+
+    def piece(self, name: str, file: int, start: int, nbytes: int) -> Piece:
+        """A stored piece, with its digests if it is to be verified."""
+        record = self._manifest.files[file]
+        digests = self._digests(record, start, nbytes) if self._verify else None
+        return Piece(name, record.name, record.data_start + start, nbytes, digests)
+
+    def payload(self, rank: int, name: str) -> bytes | None:
+        """A payload that a rank saved, verified, read once; None if it saved none of this name."""
+        if (rank, name) not in self._payloads:
+            self._payloads[rank, name] = self._read_payload(rank, name)
+        return self._payloads[rank, name]
+
+    def _read_payload(self, rank: int, name: str) -> bytes | None:
+        receipt = self.receipt(rank)
+        if name not in receipt.payloads:
+            return None
+        piece = receipt.pieces[receipt.payloads[name]]
+        file = receipt.files[piece.file]
+        self._check(file)
+        data = bytearray(piece.nbytes)
+        stored = Piece(name, file.name, file.data_start + piece.start, piece.nbytes, piece.blocks())
+        reader = PieceReader(self._store, _NoStager(), Budget(SEGMENT_BYTES), SEGMENT_BYTES, fills=False)
+        reader.read_run(stored, 0, memoryview(data))
+        return bytes(data)
+
+    def _digests(self, file: FileRecord, start: int, nbytes: int) -> Digests:
+        if file.rank not in self._pieces:
+            receipt = self.receipt(file.rank)
+            names = [f.name for f in receipt.files]
+            self._pieces[file.rank] = {(names[p.file], p.start, p.nbytes): p for p in receipt.pieces}
+        try:
+            return self._pieces[file.rank][file.name, start, nbytes].blocks()
+        except KeyError:
+            raise ManifestError(
+                f"the receipt of rank {file.rank} has no digests for {file.name} at {start}, where the manifest has a "
+                "chunk: load an earlier checkpoint"
+            ) from None
+
+
+class _NoStager(Stager):
+    """Plain memory, for the few bytes that are read outside a plan."""
+
+    def buffer(self, nbytes: int) -> ByteBuffer:
+        return np.empty(nbytes, np.uint8)
+
+    def release(self, buffer: ByteBuffer) -> None:
+        return None
+
+    def copy_out(self, shard: LocalShard, buffer: ByteBuffer) -> Pending:
+        raise NotImplementedError
+
+    def copy_in(self, buffer: ByteBuffer, shard: LocalShard) -> Pending:
+        raise NotImplementedError
+
+
+def read_receipt(store: ByteStore, manifest: Manifest, rank: int, listed: Mapping[str, FileRecord]) -> Receipt:
+    """A rank's receipt, checked against the manifest and its files by name.
+
+    Raises:
+        MissingFileError: it is not there.
+        ManifestError: it is damaged, hostile, or speaks of other things than the manifest does.
+    """
+    name = receipt_name(rank, manifest.save_id)
+    what = f"{store.url}/{name}"
+    info = store.stat(name)
+    if info is not None and info.size > MAX_RECEIPT_BYTES:
+        raise ManifestError(f"{what} has {info.size} bytes, more than any receipt: load an earlier checkpoint")
+    receipt = decode_receipt(store.read(name), manifest.receipts[rank], what)
+    kind = (receipt.format, receipt.version, receipt.save_id, receipt.rank, receipt.world_size)
+    fits = kind == (RECEIPT_FORMAT, manifest.version, manifest.save_id, rank, manifest.world_size)
+    room = [file.size - file.data_start for file in receipt.files]
+    inside = all(0 <= p.nbytes <= room[p.file] - p.start for p in receipt.pieces)
+    if not fits or not inside or any(listed.get(file.name) != file for file in receipt.files):
+        raise ManifestError(f"{what} does not say the same as the manifest: load an earlier checkpoint")
+    return receipt
+
+
+def check_file(store: ByteStore, record: FileRecord) -> None:
+    """Checks one file against its record."""
+    info = store.stat(record.name)
+    if info is None:
+        raise MissingFileError(f"{store.url}/{record.name} is missing: restore it, or load an earlier checkpoint")
+    if info.size != record.size:
+        raise FileSizeError(
+            f"{store.url}/{record.name} has {info.size} bytes but was saved with {record.size}: it was cut or "
+            "replaced. Restore it, or load an earlier checkpoint"
+        )
+    if record.data_start > MAX_HEADER_BYTES + 8:
+        raise HeaderError(
+            f"{store.url}/{record.name} is said to have a header of {record.data_start} bytes, more than any reader "
+            "takes: load an earlier checkpoint"
+        )
+    header = bytearray(record.data_start)
+    store.read_into(record.name, [(0, len(header))], [memoryview(header)])
+    if header_digest(bytes(header)) != record.header_digest:
+        raise HeaderError(
+            f"{store.url}/{record.name} has another header than was saved: restore it, or load an earlier checkpoint"
+        )
