@@ -84,6 +84,12 @@ class Columns:
             self.groups,
         )
 
+    def by_rank(self, world_size: int) -> list[Columns]:
+        """The rows of each rank, in order."""
+        order = np.argsort(self.rank, kind="stable")
+        bounds = np.searchsorted(self.rank[order], np.arange(1, world_size))
+        return [self.take(rows) for rows in np.split(order, bounds)]
+
     def pack(self) -> bytes:
         """The rows as bytes, without the table."""
         numbers = (self.tensor, self.rank, self.copy, self.group)

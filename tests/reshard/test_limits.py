@@ -1,6 +1,7 @@
 """Host memory is bounded, and what a manifest says of boxes is proved before anything is filled."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hyper_ckpt
+from hyper_ckpt.contracts.platform import Platform
 from hyper_ckpt.contracts.store import Expect
-from hyper_ckpt.errors import CorruptCheckpointError, ManifestError, MemoryBudgetError
+from hyper_ckpt.errors import CorruptCheckpointError, ManifestError, MemoryBudgetError, PlanError
 from hyper_ckpt.layout import Mesh, MeshLayout, Replicated, Shard
 from hyper_ckpt.manifest import MANIFEST_NAME, ZERO_DIGEST, Manifest
 from hyper_ckpt.options import LoadOptions
@@ -19,6 +21,7 @@ from hyper_ckpt.receipt import seal
 from hyper_ckpt.registry import registry
 from hyper_ckpt.storage import filesystem
 from hyper_ckpt.testing.meshed import Meshed, distribute
+from hyper_ckpt.testing.world import run_world
 from hyper_ckpt.values import ShardedTensor
 
 from .strategies import Job, jobs, wholes
@@ -194,3 +197,17 @@ def test_files_are_split_before_their_header_grows_too_long(world: int, monkeypa
     read_back(url, whole)
     states, _ = load_on(2, lambda rank: {n: poisoned(a.shape, a.dtype.name) for n, a in whole.items()}, url)
     check_filled(states, whole)
+
+
+def test_a_hole_is_found_before_a_byte_is_written(tmp_path: Path) -> None:
+    """A diagonal hole: in each dimension by itself, everything is covered."""
+    path = tmp_path / "checkpoint"
+
+    def save(platform: Platform) -> None:
+        at = 2 * platform.ranks.rank
+        shard = (np.ones((2, 2)), (at, at))
+        hyper_ckpt.save({"t": hyper_ckpt.ShardedTensor([shard], (4, 4))}, path, platform=platform)
+
+    with pytest.raises(PlanError, match=r"'t'.*a hole or an overlap"):
+        run_world(2, save)
+    assert not path.exists()
