@@ -31,11 +31,28 @@ def pairs(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], Job, Job]:
     return whole, draw(jobs(whole)), draw(jobs(whole))
 
 
+ways_to_load = given(pairs(), st.booleans(), st.integers(0, 25), st.sampled_from(["off", "during", "before"]))
+
+
 @settings(max_examples=60)
-@given(pairs(), st.booleans(), st.integers(0, 25), st.sampled_from(["off", "during", "before"]))
+@ways_to_load
 def test_saving_and_loading_is_the_identity(
     pair: tuple[dict[str, np.ndarray], Job, Job], share_reads: bool, batches: int, verify: Any
 ) -> None:
+    check_identity(pair, share_reads, batches, verify)
+
+
+@pytest.mark.soak
+@settings(max_examples=3000)
+@ways_to_load
+def test_saving_and_loading_is_the_identity_for_long(
+    pair: tuple[dict[str, np.ndarray], Job, Job], share_reads: bool, batches: int, verify: Any
+) -> None:
+    check_identity(pair, share_reads, batches, verify)
+
+
+def check_identity(pair: tuple[dict[str, np.ndarray], Job, Job], share_reads: bool, batches: int, verify: Any) -> None:
+    """Saves in one world, loads in another, and accounts for every byte."""
     whole, saved, loaded = pair
     url = fresh()
     # Not too many: ranks meet before each.

@@ -1,8 +1,14 @@
-"""How long imports take: `python tests/bench/import_time.py [runs]`. The aim: at most 60 ms more than numpy alone."""
+"""How long imports take. The aim: at most 60 ms more than numpy alone."""
 
 import statistics
 import subprocess
 import sys
+
+import pytest
+
+pytestmark = pytest.mark.bench
+
+RUNS = 9
 
 CASES = {
     "nothing": "",
@@ -23,9 +29,9 @@ def milliseconds(code: str) -> float:
     return float(done.stdout)
 
 
-def main(runs: int) -> None:
+def test_import_time() -> None:
     times: dict[str, list[float]] = {name: [] for name in CASES}
-    for _ in range(runs):  # in turn, so that what else the machine does hits all alike
+    for _ in range(RUNS):  # in turn, so that what else the machine does hits all alike
         for name, code in CASES.items():
             times[name].append(milliseconds(code))
     numpy = statistics.median(times["numpy"])
@@ -33,7 +39,3 @@ def main(runs: int) -> None:
     for name, found in times.items():
         median = statistics.median(found)
         print(f"{name:<22}{median:>10.1f}{min(found):>9.1f}{median - numpy:>+12.1f}")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 9)
