@@ -14,6 +14,9 @@ from hyper_ckpt.contracts.store import StoreSpec
 PROJECT = "hyper_ckpt"
 """Name of the entry-point group and of the pluggy project."""
 
+CONTRACT_VERSION = 1
+"""Of the hooks and of `hyper_ckpt.contracts`. The entry module of a plugin repeats the number it was written for."""
+
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 

@@ -9,6 +9,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,9 +22,26 @@ from hyper_ckpt.contracts.store import ByteStore, StoreSpec
 from hyper_ckpt.errors import CheckpointError, MixedFrameworksError, NoPlatformError, PluginError, UnknownSchemeError
 from hyper_ckpt.state import BUILTIN
 from hyper_ckpt.values import PerRank, ShardedTensor
+from hyper_ckpt.version import VERSION
 
 BUILTIN_MODULE = "hyper_ckpt.builtin"
 PLATFORM_VARIABLE = "HYPER_CKPT_PLATFORM"
+
+
+BLOCKED_VARIABLE = "HYPER_CKPT_BLOCK_PLUGINS"
+"""Names of plugins that are not to be loaded, separated by commas."""
+
+
+@dataclass(frozen=True)
+class PluginInfo:
+    """One plugin: its name, what it announces ("platform torch", "store memory://", ...), which distribution has it,
+    and why it cannot be used, if it cannot."""
+
+    name: str
+    announces: tuple[str, ...]
+    distribution: str
+    version: str
+    error: str | None
 
 
 class Registry:
@@ -32,44 +50,96 @@ class Registry:
     def __init__(self) -> None:
         self.errors: dict[str, Exception] = {}
         self.preferred: str | None = None
+        self._origins: dict[str, tuple[str, str]] = {"builtin": ("hyper-ckpt", VERSION)}
         self._plugins = pluggy.PluginManager(hookspecs.PROJECT)
         self._plugins.add_hookspecs(hookspecs)
         self._plugins.register(importlib.import_module(BUILTIN_MODULE), "builtin")
+        for name in filter(None, map(str.strip, os.environ.get(BLOCKED_VARIABLE, "").split(","))):
+            self._plugins.set_blocked(name)
+            self.errors[name] = PluginError(f"blocked by {BLOCKED_VARIABLE}")
         for entry in importlib.metadata.entry_points(group=hookspecs.PROJECT):
-            try:
-                self._plugins.register(entry.load(), entry.name)
-            except Exception as error:  # whatever a plugin raises, the others stay usable
-                self.errors[entry.name] = error
+            if not self._plugins.is_blocked(entry.name):
+                self._load(entry)
         self._announce()
+
+    def _load(self, entry: importlib.metadata.EntryPoint) -> None:
+        """Imports the entry module of a plugin; whatever it raises, the others stay usable."""
+        origin = (entry.dist.name, entry.dist.version) if entry.dist else ("unknown", "unknown")
+        try:
+            if entry.name in self._origins:
+                raise PluginError(
+                    f"{self._origins[entry.name][0]} and {origin[0]} both have a plugin of this name: uninstall one"
+                )
+            self._origins[entry.name] = origin
+            plugin = entry.load()
+            _check_contract(plugin, origin)
+            self._plugins.register(plugin, entry.name)
+        except Exception as error:
+            self.errors[entry.name] = error
 
     def register(self, plugin: Any, name: str) -> None:
         """Adds a plugin that no distribution announces: a module or object with hook implementations.
-
-        Its stores and codecs are found before those of plugins that are there already.
 
         Raises:
             ValueError: a plugin of this name, or this very plugin, is there already.
         """
         self._plugins.register(plugin, name)
+        self._origins[name] = ("this process", "")
         self._announce()
 
     def unregister(self, name: str) -> None:
         """Takes a plugin back; one that is not there is fine."""
         if self._plugins.has_plugin(name):
             self._plugins.unregister(name=name)
+            self._origins.pop(name, None)
             self._announce()
 
-    def _announce(self) -> None:
-        self._platforms: dict[str, PlatformSpec] = {s.name: s for s in self._announced("hyper_ckpt_platforms")}
-        self._stores: list[StoreSpec] = self._announced("hyper_ckpt_stores")
-        self._codecs: list[hookspecs.CodecSpec] = self._announced("hyper_ckpt_codecs")
+    def plugins(self) -> list[PluginInfo]:
+        """All plugins, usable or not, by name."""
+        announces: dict[str, list[str]] = {}
+        for plugin, spec in self._announced("hyper_ckpt_platforms"):
+            announces.setdefault(plugin, []).append(f"platform {spec.name}")
+        for plugin, spec in self._announced("hyper_ckpt_stores"):
+            announces.setdefault(plugin, []).extend(f"store {f'{s}://' if s else 'paths'}" for s in spec.schemes)
+        for plugin, spec in self._announced("hyper_ckpt_codecs"):
+            announces.setdefault(plugin, []).append(f"codecs for {', '.join(spec.modules)}")
+        out = []
+        for name in sorted({*self._origins, *self.errors}):
+            error = self.errors.get(name)
+            text = None if error is None else f"{type(error).__name__}: {error}"
+            out.append(PluginInfo(name, tuple(announces.get(name, ())), *self._origins.get(name, ("", "")), text))
+        return out
 
-    def _announced(self, hook: str) -> list[Any]:
-        """What all plugins return for a hook, the newest first; one that raises does not hide the others."""
-        found: list[Any] = []
-        for implementation in reversed(getattr(self._plugins.hook, hook).get_hookimpls()):
+    def _announce(self) -> None:
+        self._platforms: dict[str, PlatformSpec] = {}
+        self._stores: dict[str, StoreSpec] = {}
+        self._clashes: dict[str, PluginError] = {}
+        owners: dict[str, str] = {}
+        for plugin, spec in self._announced("hyper_ckpt_platforms"):
+            self._claim(owners, f"platform {spec.name!r}", plugin)
+            self._platforms[spec.name] = spec
+        for plugin, spec in self._announced("hyper_ckpt_stores"):
+            for scheme in spec.schemes:
+                self._claim(owners, f"the store for {scheme}://", plugin)
+                self._stores[scheme] = spec
+        self._codecs: list[hookspecs.CodecSpec] = [spec for _, spec in self._announced("hyper_ckpt_codecs")]
+
+    def _claim(self, owners: dict[str, str], what: str, plugin: str) -> None:
+        """Two plugins for one thing: neither is used, lest the order of installation decide."""
+        if what in owners:
+            one, other = (f"{name!r} of {self._origins[name][0]}" for name in (owners[what], plugin))
+            self._clashes[what] = PluginError(
+                f"{what} is announced by two plugins, {one} and {other}: uninstall one of "
+                f"them, or set {BLOCKED_VARIABLE} to its name"
+            )
+        owners[what] = plugin
+
+    def _announced(self, hook: str) -> list[tuple[str, Any]]:
+        """Plugin and value for all that plugins return for a hook; one that raises does not hide the others."""
+        found: list[tuple[str, Any]] = []
+        for implementation in getattr(self._plugins.hook, hook).get_hookimpls():
             try:
-                found += implementation.function()
+                found += [(implementation.plugin_name, spec) for spec in implementation.function()]
             except Exception as error:
                 self.errors[implementation.plugin_name] = error
         return found
@@ -95,13 +165,15 @@ class Registry:
             PluginError: the plugin that does cannot be loaded.
         """
         scheme = urlsplit(checkpoint_id).scheme if "://" in checkpoint_id else ""
-        for spec in self._stores:
-            if scheme in spec.schemes:
-                module, name = spec.target.split(":")
-                with _blaming(f"the store for {scheme}://", "install what it needs, or upgrade the plugin that has it"):
-                    store: ByteStore = getattr(importlib.import_module(module), name)(checkpoint_id)
-                return store
-        known = sorted(s for spec in self._stores for s in spec.schemes if s)
+        what = f"the store for {scheme}://"
+        if what in self._clashes:
+            raise self._clashes[what]
+        if scheme in self._stores:
+            module, name = self._stores[scheme].target.split(":")
+            with _blaming(what, "install what it needs, or upgrade the plugin that has it"):
+                store: ByteStore = getattr(importlib.import_module(module), name)(checkpoint_id)
+            return store
+        known = sorted(filter(None, self._stores))
         raise UnknownSchemeError(
             f"no store for {scheme}:// ({checkpoint_id}). Installed schemes: {', '.join(known)}, and plain paths. "
             f"Install the plugin that brings it{self._broken()}"
@@ -118,8 +190,10 @@ class Registry:
             raise NoPlatformError(
                 f"no platform {name!r}. Installed: {', '.join(sorted(self._platforms))}{self._broken()}"
             )
-        spec = self._platforms[name]
-        with _blaming(f"platform {name!r}", spec.install):
+        what, spec = f"platform {name!r}", self._platforms[name]
+        if what in self._clashes:
+            raise self._clashes[what]
+        with _blaming(what, spec.install):
             return spec.load()
 
     def choose(self, state: Any) -> Platform:
@@ -150,6 +224,16 @@ class Registry:
 
     def _broken(self) -> str:
         return "".join(f". Plugin {name!r} failed to load: {type(e).__name__}: {e}" for name, e in self.errors.items())
+
+
+def _check_contract(plugin: Any, origin: tuple[str, str]) -> None:
+    """Refuses a plugin that was written for other contracts than this release has."""
+    version = getattr(plugin, "CONTRACT_VERSION", None)
+    if version != hookspecs.CONTRACT_VERSION:
+        raise PluginError(
+            f"{' '.join(origin)} was written for version {version} of the plugin contracts, this release of hyper-ckpt "
+            f"has {hookspecs.CONTRACT_VERSION}: install releases of both that fit (see CONTRACT_VERSION in its module)"
+        )
 
 
 @contextlib.contextmanager

@@ -111,6 +111,21 @@ def verify_command(checkpoint: str, threads: int | None, as_json: bool) -> None:
         raise click.exceptions.Exit(exits.DAMAGED)
 
 
+@cli.command("plugins")
+@json_option
+@debug_option
+def plugins_command(as_json: bool) -> None:
+    """List the plugins of this environment, ready or with the error that stopped them."""
+    from hyper_ckpt.cli import plugins
+    from hyper_ckpt.registry import registry
+
+    found = registry().plugins()
+    if as_json:
+        click.echo(text.as_json({"plugins": [dataclasses.asdict(plugin) for plugin in found]}))
+    else:
+        _print(plugins.as_text(found))
+
+
 def _print(lines: Iterable[str]) -> None:
     """Writes in large pieces: click flushes each of them."""
     pending: list[str] = []

@@ -36,7 +36,7 @@ def through(path: str | os.PathLike[str], wrap: Wrap) -> str:
     The store's own url stays that of `path`: ranks that use different wraps still agree on where they save.
     """
     name = f"tests-of-{SCHEME}"
-    if SCHEME not in {s for spec in registry()._stores for s in spec.schemes}:
+    if SCHEME not in registry()._stores:
         registry().register(_Plugin(), name)
     key = str(next(_keys))
     _wraps[key] = wrap

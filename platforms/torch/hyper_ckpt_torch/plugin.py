@@ -9,6 +9,8 @@ from hyper_ckpt.contracts.codec import Codec
 from hyper_ckpt.contracts.platform import Platform, PlatformSpec
 from hyper_ckpt.hookspecs import CodecSpec, hookimpl
 
+CONTRACT_VERSION = 1
+
 
 def active() -> int:
     """World size of torch's default process group; 0 while there is none."""

@@ -1,0 +1,108 @@
+"""Discovery: each plugin in its own try; clashes, old contracts and blocked names are refused, not resolved."""
+
+import importlib.metadata
+import json
+import types
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from hyper_ckpt.cli.app import cli
+from hyper_ckpt.contracts.platform import PlatformSpec
+from hyper_ckpt.contracts.store import StoreSpec
+from hyper_ckpt.errors import PluginError
+from hyper_ckpt.hookspecs import CONTRACT_VERSION, hookimpl
+from hyper_ckpt.registry import BLOCKED_VARIABLE, Registry, registry
+
+
+def plugin(platform: str | None = None, scheme: str | None = None, contract: int | None = CONTRACT_VERSION) -> Any:
+    module = types.SimpleNamespace()
+    if contract is not None:
+        module.CONTRACT_VERSION = contract
+    if platform is not None:
+        spec = PlatformSpec(platform, (), lambda: 0, lambda: None, "pip install it")  # type: ignore[arg-type,return-value]
+        module.hyper_ckpt_platforms = hookimpl(lambda: [spec])
+    if scheme is not None:
+        module.hyper_ckpt_stores = hookimpl(
+            lambda: [StoreSpec((scheme,), "hyper_ckpt.storage.memory_store:MemoryStore")]
+        )
+    return module
+
+
+class FakeEntry:
+    """An entry point of a distribution that is not installed."""
+
+    def __init__(self, name: str, distribution: str, module: Any) -> None:
+        self.name, self._module = name, module
+        self.dist = types.SimpleNamespace(name=distribution, version="1.2")
+
+    def load(self) -> Any:
+        if isinstance(self._module, Exception):
+            raise self._module
+        return self._module
+
+
+def registry_with(monkeypatch: pytest.MonkeyPatch, *entries: FakeEntry) -> Registry:
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: entries)
+    return Registry()
+
+
+def test_a_broken_plugin_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = registry_with(
+        monkeypatch, FakeEntry("bad", "bad-dist", OSError("libbad.so")), FakeEntry("good", "good-dist", plugin("good"))
+    )
+    assert found.platform("numpy").name == "numpy"
+    assert found.platform("good") is None
+    by_name = {p.name: p for p in found.plugins()}
+    assert by_name["bad"].error == "OSError: libbad.so"
+    assert (by_name["good"].announces, by_name["good"].distribution) == (("platform good",), "good-dist")
+    assert by_name["good"].error is None
+
+
+@pytest.mark.parametrize("contract", [None, 0, CONTRACT_VERSION + 1])
+def test_another_contract_version_is_refused(monkeypatch: pytest.MonkeyPatch, contract: int | None) -> None:
+    found = registry_with(monkeypatch, FakeEntry("old", "old-dist", plugin("old", contract=contract)))
+    assert isinstance(found.errors["old"], PluginError)
+    assert "old-dist 1.2" in str(found.errors["old"])
+    assert "old" not in found._platforms
+
+
+def test_two_distributions_with_one_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = registry_with(
+        monkeypatch, FakeEntry("a", "dist-a", plugin("same")), FakeEntry("b", "dist-b", plugin("same", "mem2"))
+    )
+    with pytest.raises(PluginError, match=r"'a' of dist-a and 'b' of dist-b"):
+        found.platform("same")
+    assert "mem2" in found._stores  # what is not in dispute stays usable
+
+
+def test_two_distributions_with_one_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = registry_with(
+        monkeypatch, FakeEntry("a", "dist-a", plugin(scheme="s9")), FakeEntry("b", "dist-b", plugin(scheme="s9"))
+    )
+    with pytest.raises(PluginError, match=r"s9://.*dist-a.*dist-b"):
+        found.store("s9://x")
+
+
+def test_two_distributions_with_one_plugin_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = registry_with(monkeypatch, FakeEntry("a", "dist-a", plugin("one")), FakeEntry("a", "dist-b", plugin("two")))
+    assert "dist-a and dist-b" in str(found.errors["a"])
+
+
+def test_a_blocked_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BLOCKED_VARIABLE, "a, other")
+    found = registry_with(monkeypatch, FakeEntry("a", "dist-a", plugin("one")))
+    assert "one" not in found._platforms
+    assert "blocked" in str(found.errors["a"])
+
+
+def test_the_command_lists_them() -> None:
+    listed = CliRunner().invoke(cli, ["plugins", "--json"])
+    by_name = {p["name"]: p for p in json.loads(listed.stdout)["plugins"]}
+    assert by_name["builtin"]["announces"] == ["platform numpy", "store paths", "store memory://"]
+    assert by_name["torch"]["distribution"] == "hyper-ckpt-torch"
+    assert by_name["torch"]["error"] is None
+    shown = CliRunner().invoke(cli, ["plugins"]).stdout
+    assert "torch  (hyper-ckpt-torch 0.1.0)\n  platform torch\n" in shown
+    assert {p.name for p in registry().plugins()} == set(by_name)
