@@ -13,6 +13,7 @@ from hyper_ckpt.version import VERSION
 __version__ = VERSION
 
 if TYPE_CHECKING:
+    from hyper_ckpt import errors
     from hyper_ckpt.api.load import LoadReport, load
     from hyper_ckpt.api.read import read, read_metadata
     from hyper_ckpt.api.save import save
@@ -40,6 +41,7 @@ __all__ = [
     "StandardSavePlanner",
     "VerifyReport",
     "__version__",
+    "errors",
     "load",
     "read",
     "read_metadata",
@@ -71,6 +73,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module(f"{__name__}.errors")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -76,6 +76,9 @@ class LazyMapping(Mapping[str, V], Generic[V]):
     def __len__(self) -> int:
         return len(self._keys)
 
+    def __repr__(self) -> str:
+        return f"<{len(self)} entries>"
+
 
 @dataclass(frozen=True, eq=False)
 class Metadata:
@@ -102,3 +105,9 @@ class Metadata:
     created: float
     files: Mapping[str, int]
     user_metadata: Any
+
+    def __repr__(self) -> str:
+        return (
+            f"<Metadata of save {self.save_id}: {len(self.storage_data)} tensors, {sum(self.files.values()):,} "
+            f"bytes in {len(self.files)} files, {self.world_size} rank{'s' * (self.world_size > 1)}>"
+        )

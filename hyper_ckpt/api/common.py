@@ -27,6 +27,10 @@ def resolve_id(checkpoint_id: CheckpointId | None, own: str | None, what: str) -
     Raises:
         ValueError: none is given.
     """
+    if not isinstance(checkpoint_id, str | os.PathLike | None):
+        raise TypeError(
+            f"checkpoint_id must be a path or URL, not a {type(checkpoint_id).__name__}; the state comes first"
+        )
     chosen = own if checkpoint_id is None else os.fspath(checkpoint_id)
     if chosen is None:
         raise ValueError(f"give checkpoint_id=, or a {what} that has a path")

@@ -161,7 +161,7 @@ class Loading:
             if error is not None:
                 self._operation.stop()
             self._operation.agree("loading", b"1" * stopped, None if stopped else error, _refuse_stopped, last=True)
-        self._warn(match)
+        self._warn(match, flat)
         return LoadReport(
             tuple(sorted(match.wanted)),
             tuple(match.missing),
@@ -292,7 +292,15 @@ class Loading:
             raise errors.ManifestError(f"the value of {name!r} is missing from the receipt of rank {node.rank}")
         return self._call.planner.apply_bytes(name, data)
 
-    def _warn(self, match: Match) -> None:
+    def _warn(self, match: Match, flat: FlatState) -> None:
+        left_out = match.left_out(flat)
+        if left_out and self._call.strict is True and self._ranks.rank == 0:
+            warnings.warn(
+                f"{len(left_out)} saved values were not loaded, since the target has no place for them: "
+                f"{_few(left_out)}. Create them first (an optimizer has no state before its first step), or pass "
+                "strict=False if this is meant",
+                stacklevel=6,
+            )
         if self._kept:
             warnings.warn(
                 f"{_few(self._kept)} belong to ranks, and no rank {self._ranks.rank} saved any: "

@@ -15,6 +15,7 @@ from hyper_ckpt.manifest import Manifest
 from hyper_ckpt.options import Strict
 from hyper_ckpt.planning.describe import describe_tensor, find_ties, local_shards
 from hyper_ckpt.state import FlatState, Node, compare, select
+from hyper_ckpt.state.tree import KeyedNode
 from hyper_ckpt.state.walk import all_names, values_by_kind
 
 
@@ -44,6 +45,12 @@ class Match:
     ties: dict[str, str] = field(default_factory=dict)
     values: frozenset[str] = frozenset()
     names: tuple[str, ...] = ()
+
+    def left_out(self, flat: FlatState) -> list[str]:
+        """Unexpected names inside something that the target has: it wants that, but not all of it."""
+        assert isinstance(flat.tree, KeyedNode)
+        roots = set(flat.tree.k)
+        return [name for name in self.unexpected if "/" in name and name.partition("/")[0] in roots]
 
     def pack_unexpected(self) -> bytes:
         """One bit for every saved name: whether this rank does not want it."""

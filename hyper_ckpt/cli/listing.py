@@ -125,13 +125,16 @@ def _complete(store: ByteStore, prefix: str, names: set[str], manifest: Manifest
     absent = [n for n in listed_files(manifest) if n not in names and store.stat(prefix + n) is None]
     if absent and (again := Manifest(store.read(prefix + MANIFEST_NAME))).save_id != manifest.save_id:
         return _complete(store, prefix, names, again, empty)  # it was replaced meanwhile
+    resized = [f.name for f in manifest.files if (i := store.stat(prefix + f.name)) is not None and i.size != f.size]
     problem = None
-    if absent:
-        others = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-        problem = f"missing: {absent[0]}{others}"
+    for what, found in (("missing", absent), ("of another size", resized)):
+        if found:
+            others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            problem = f"{what}: {found[0]}{others}"
+            break
     return replace(
         empty,
-        state="damaged" if absent else "complete",
+        state="complete" if problem is None else "damaged",
         created=manifest.created,
         nbytes=sum(f.size for f in manifest.files),
         world_size=manifest.world_size,

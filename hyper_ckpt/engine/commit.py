@@ -50,7 +50,7 @@ def look(store: ByteStore, overwrite: bool) -> Previous:
         return Previous(None, (), None)
     if not overwrite:
         raise CheckpointExistsError(
-            f"{store.url} holds a complete checkpoint: save to another path, or pass overwrite=True to replace it"
+            f"{store.url} holds a checkpoint already: save to another path, or pass overwrite=True to replace it"
         )
     try:
         manifest = Manifest(store.read(MANIFEST_NAME))

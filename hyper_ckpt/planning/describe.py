@@ -40,13 +40,14 @@ def local_shards(name: str, value: Any, context: PlanContext) -> list[LocalShard
         raise type(error)(f"{name!r}: {error}") from error
 
 
-def describe(tensors: Mapping[str, Any], skeleton: bytes, context: PlanContext, *, fingerprints: bool) -> Description:
+def describe(tensors: Mapping[str, Any], skeleton: bytes, context: PlanContext, *, saving: bool) -> Description:
     """Describes a rank's tensors.
 
     Args:
         tensors: by name.
         skeleton: canonical form of the state around them.
-        fingerprints: take fingerprints of tensors that may have replicas, so that differing ones are found.
+        saving: take fingerprints of tensors that may have replicas, so that differing ones are found, and
+            refuse tensors without memory.
     """
     builder = StructureBuilder()
     records: list[TensorRecord] = []
@@ -57,11 +58,13 @@ def describe(tensors: Mapping[str, Any], skeleton: bytes, context: PlanContext, 
     for number, name in enumerate(sorted(tensors)):
         value = tensors[name]
         description = describe_tensor(name, value, context)
+        if saving and not description.has_memory:
+            raise UnsupportedStateError(f"{name!r} is only described (on the meta device) and holds nothing to save")
         shapes[name] = description.shape
         records.append(builder.record(name, description.dtype, description.shape, description.layout))
         if isinstance(description.layout, Boxes):
             boxes += [(number, offsets, sizes) for offsets, sizes in description.layout.boxes]
-        if fingerprints and _may_have_replicas(description, context.world_size):
+        if saving and _may_have_replicas(description, context.world_size):
             prints[name] = _fingerprint(shards[name], description, context.tensors)
     structure = Structure(tuple(records), builder.layouts, skeleton)
     part = RankPart(

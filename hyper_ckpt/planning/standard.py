@@ -29,7 +29,7 @@ class StandardSavePlanner(SavePlanner):
         return f"{type(self).__name__}({self._policy})"
 
     def build_local_plan(self, tensors: Mapping[str, Any], skeleton: bytes, context: PlanContext) -> Description:
-        return describe(tensors, skeleton, context, fingerprints=True)
+        return describe(tensors, skeleton, context, saving=True)
 
     def loose_plan(self, world: World) -> Columns:
         return plan_loose(world, self._policy)
@@ -55,7 +55,7 @@ class StandardLoadPlanner(LoadPlanner):
     def build_local_plan(
         self, tensors: Mapping[str, Any], skeleton: bytes, manifest: Manifest, context: PlanContext
     ) -> Description:
-        return describe(tensors, skeleton, context, fingerprints=False)
+        return describe(tensors, skeleton, context, saving=False)
 
     def build_global_plan(self, world: World, rank: int, boxes: OwnBoxes, max_bytes: int) -> Columns:
         return plan_shared(world, rank, boxes, max_bytes)

@@ -75,7 +75,8 @@ class CodecTable:
             cls = f"{type(value).__module__}.{type(value).__qualname__}"
             raise UnsupportedTypeError(
                 f"{shown(name)} is of type {cls}, which cannot be stored. Register a codec for it, give it state_dict "
-                "and load_state_dict, convert it to plain values, or pass allow_pickle=True on both sides"
+                "and load_state_dict, convert it to plain values, or pickle it: SaveOptions(allow_pickle=True) when "
+                "saving, LoadOptions(allow_pickle=True) when loading"
             )
         try:
             return PickleNode(pickle.dumps(value))
@@ -87,7 +88,7 @@ class CodecTable:
         if not self._allow_pickle:
             raise UnsupportedTypeError(
                 f"{shown(name)} was saved with allow_pickle=True: loading it runs code that the checkpoint brings. "
-                "If you trust the checkpoint, pass allow_pickle=True"
+                "If you trust the checkpoint, pass options=LoadOptions(allow_pickle=True)"
             )
         try:
             return pickle.loads(node.v)

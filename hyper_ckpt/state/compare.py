@@ -40,7 +40,8 @@ class Difference:
 def compare(target: Node, saved: Node) -> list[Difference]:
     """All differences between the tree of a target and one rank's saved tree, in the target's order.
 
-    Values fit whatever they are: the saved one will replace the target's. An object with a state_dict is
+    Values fit whatever they are: the saved one will replace the target's. Dicts of all kinds fit each other, the
+    target's own stays. An object with a state_dict is
     compared as what its state_dict() gave. Of a subtree that only one side has, every leaf is listed; an
     empty container and a list of nothing but scalars are one leaf each.
     """
@@ -100,10 +101,10 @@ def _misfit(target: Node, saved: Node) -> str | None:
         if isinstance(target, special) or isinstance(saved, special):
             fits = isinstance(target, special) and isinstance(saved, special)
             return None if fits else _unlike(target, saved)
+    if isinstance(target, KeyedNode) and isinstance(saved, KeyedNode):
+        return None
     if kind_of(target) != kind_of(saved):
         return _unlike(target, saved)
-    if isinstance(target, KeyedNode):
-        return None
     if count_of(target) != count_of(saved):
         return f"the target has {count_of(target)} items, the checkpoint {count_of(saved)}"
     if isinstance(target, NamedTupleNode) and isinstance(saved, NamedTupleNode) and target.fields != saved.fields:

@@ -209,12 +209,12 @@ def _is_container(value: Any) -> bool:
 
 
 def _fits(value: Any, node: Node) -> bool:
-    """Whether a container of the target is of the saved kind and, except for dicts, length."""
+    """Whether a container of the target is of the saved kind and length; dicts of all kinds fit each other."""
     if isinstance(node, NamedTupleNode):
         return isinstance(value, tuple) and getattr(type(value), "_fields", None) == node.fields
-    if _KINDS.get(type(value)) is not type(node):
-        return False
-    return isinstance(node, KeyedNode) or (isinstance(node, SequenceNode) and len(value) == len(node.v))
+    if isinstance(node, KeyedNode):
+        return issubclass(_KINDS.get(type(value), object), KeyedNode)
+    return _KINDS.get(type(value)) is type(node) and isinstance(node, SequenceNode) and len(value) == len(node.v)
 
 
 def _set_items(target: dict[Any, Any], new: dict[Any, Any]) -> None:

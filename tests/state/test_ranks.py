@@ -173,7 +173,6 @@ def test_missing_and_unexpected_list_every_leaf() -> None:
         ([1], [1, 2]),
         ((1,), [1]),
         ({}, []),
-        ({}, OrderedDict()),
         (T, 1),
         (1, T),
         (T, PerRank(1)),

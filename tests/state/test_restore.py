@@ -93,7 +93,7 @@ def test_what_is_not_saved_or_does_not_fit_stays() -> None:
         "list": [1],
         "tensor": 5,
         "plain": np.ones(1),
-        "kind": OrderedDict(a=2),
+        "kind": [2],
         "rank": 4,
         "d": {"x": 1},
         "new": 1,
