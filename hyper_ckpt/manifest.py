@@ -132,6 +132,11 @@ class Manifest:
             raise ValueError("a file list names no file")
 
     @property
+    def checkpoint(self) -> str:
+        """How errors call the checkpoint: where it lies."""
+        return self.what.removesuffix(f"/{MANIFEST_NAME}")
+
+    @property
     def save_id(self) -> str:
         """16 hex digits, unique per save."""
         return self._document.save_id

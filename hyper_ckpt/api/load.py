@@ -89,7 +89,7 @@ def load(
 
 
 def _check_choices(strict: Strict, verify: Verify) -> None:
-    if strict not in (True, False, "exact") or verify not in ("off", "during", "before"):
-        raise ValueError(
-            f'strict={strict!r} must be True, False or "exact"; verify={verify!r} "off", "during" or "before"'
-        )
+    if strict not in (True, False, "exact"):
+        raise ValueError(f'strict is True, False or "exact", not {strict!r}')
+    if verify not in ("off", "during", "before"):
+        raise ValueError(f'verify is "off", "during" or "before", not {verify!r}')

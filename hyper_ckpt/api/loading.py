@@ -183,7 +183,7 @@ class Loading:
         assert match is not None
         match.keep_unwanted(unwanted)
         if call.strict == "exact":
-            refuse_unexpected(match.unexpected, manifest.what)
+            refuse_unexpected(match.unexpected, manifest.checkpoint)
         return match
 
     def plan(self, frame: bytes, manifest: Manifest, match: Match, stored: Stored) -> Loader:

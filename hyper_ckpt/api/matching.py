@@ -100,7 +100,7 @@ class Matcher:
             else:
                 match.mismatched.append(problem)
         if self._strict:
-            raise_problems(self._problems, self._manifest.what)
+            raise_problems(self._problems, self._manifest.checkpoint)
         self._acquire(match, planner)
         return match
 

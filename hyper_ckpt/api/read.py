@@ -95,9 +95,9 @@ def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None) -> di
     if keys is not None:
         tree, absent = prune(tree, list(keys))
         if absent:
-            raise MissingKeyError(
-                f"{manifest.what} has no {', '.join(map(repr, absent))}: see `hyper-ckpt show`", absent
-            )
+            where = manifest.checkpoint
+            names = ", ".join(map(repr, absent))
+            raise MissingKeyError(f"{where} has no {names}: see `hyper-ckpt show {where}`", absent)
     stored = [manifest.tensor(name) for name in tensor_names(tree)]
     loading, files = (
         Loading(call, operation(chosen, DEFAULT_TIMEOUT)),

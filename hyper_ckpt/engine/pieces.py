@@ -132,8 +132,8 @@ class PieceReader:
         if piece.digests is not None and block_digest(block) != int(piece.digests[number]):
             filled = "The target may be partly filled: load" if self.fills else "Nothing was loaded: load"
             raise DigestError(
-                f"{piece.file}: bytes {piece.base + low} to {piece.base + low + len(block)} ({piece.name!r}) differ "
-                f"from what was saved. {filled} an earlier checkpoint"
+                f"{self.store.url}/{piece.file}: bytes {piece.base + low} to {piece.base + low + len(block)} "
+                f"({piece.name!r}) differ from what was saved. {filled} an earlier checkpoint"
             )
 
     def _read_slab(

@@ -199,7 +199,7 @@ class FileSystemReader(StorageReader):
                 pieces = (chunks.offsets[chunk], chunks.sizes[chunk], low[want, chunk], part[want, chunk])
                 padded = [pad(p, wanted.table.width, fill) for p, fill in zip(pieces, (0, 1, 0, 1), strict=True)]
                 return (rows[want], chunks.file[chunk], chunks.start[chunk], *padded)
-        raise CoverageError(f"{manifest.what}: {stored.name!r} is not stored whole: load an earlier checkpoint")
+        raise CoverageError(f"{manifest.checkpoint}: {stored.name!r} is not stored whole: load an earlier checkpoint")
 
 
 def _check_names(manifest: Manifest) -> None:
