@@ -24,6 +24,43 @@ class StoppedError(CheckpointError):
     """Another rank failed; not for users: `Operation.agree` raises the reason."""
 
 
+def in_step(ranks: Ranks, number: int, call: str, timeout: float) -> int:
+    """The number of this rank's next operation: its own, or a higher one where it has missed some.
+
+    Ranks count their calls. One that skipped a call, because its own code failed before it, would be behind for
+    ever. It sees that where rank 0 (for rank 0: rank 1) has given up on that number in another call, and waits until
+    they come to the call that it makes.
+
+    Args:
+        call: what tells calls apart, e.g. the path.
+        timeout: seconds to wait at most.
+    """
+    ranks.timeout = timeout
+    if ranks.world_size == 1:
+        return number
+    mailbox, peer, call = ranks.mailbox, 1 if ranks.rank == 0 else 0, printable(call)
+    limit, pause = time.monotonic() + timeout, _FIRST_POLL
+    while (data := mailbox.get(f"hyper-ckpt/at/{peer}")) is not None and time.monotonic() < limit:
+        theirs, their_call = msgspec.msgpack.decode(data, type=tuple[int, str])
+        if theirs == number and their_call != call and _is_over(ranks, number):
+            pause = _sleep(pause)
+            continue
+        if theirs > number and their_call == call:
+            number = theirs
+        break
+    mailbox.set(f"hyper-ckpt/at/{ranks.rank}", msgspec.msgpack.encode((number, call)))
+    return number
+
+
+def _is_over(ranks: Ranks, number: int) -> bool:
+    """Whether the others have given up on an operation that this rank never came to."""
+    key = f"hyper-ckpt/{number}/0"
+    if ranks.rank != 0:
+        return ranks.mailbox.get(key) is not None
+    vote = ranks.mailbox.get(f"{key}/1")
+    return vote is not None and msgspec.msgpack.decode(vote, type=Vote).error == RankTimeoutError.__name__
+
+
 Decide = Callable[[list[bytes]], bytes]
 
 
@@ -45,6 +82,7 @@ class Operation:
     _deadline: float = field(init=False)
     _decided: float = field(init=False, default=0.0)
     _steps: int = field(init=False, default=0)
+    _left: list[str] = field(init=False, default_factory=list)
     settled: bool = field(init=False, default=True)
 
     def __post_init__(self) -> None:
@@ -108,6 +146,9 @@ class Operation:
         """Keeps rank 0, whose process may host the mailbox, until the others have heard how the operation ended."""
         mailbox = self.ranks.mailbox
         if self.ranks.rank != 0:
+            if not verdict.error:
+                for old in self._left:  # everybody has come past the batches that this rank opened
+                    mailbox.delete(old)
             # Also a rank that gave up: nobody needs to stay for it any more.
             mailbox.set(f"{key}/heard/{self.ranks.rank}", b"1")
             return
@@ -120,6 +161,9 @@ class Operation:
                 mailbox.delete(f"{key}/heard/{r}")
             waiting -= heard
             pause = _FIRST_POLL if heard else _sleep(pause)
+        if not waiting and not gone:
+            for old in (key, f"hyper-ckpt/{self.number}/{self._steps - 2}", *self._left):
+                mailbox.delete(old)
 
     @property
     def _step_key(self) -> str:
@@ -168,6 +212,7 @@ class Operation:
             for r in group[1:]:
                 mailbox.delete(f"{key}/{r}")
             mailbox.set(key, b"1")
+            self._left.append(key)
 
     def _lead(
         self, key: str, step: str, error: BaseException | None, decide: Decide | None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
-from hyper_ckpt.agreement import Operation
+from hyper_ckpt.agreement import Operation, in_step
 from hyper_ckpt.builtin.composite import CompositeTensors
 from hyper_ckpt.builtin.numpy_platform import SingleRank
 from hyper_ckpt.builtin.numpy_tensors import NumpyTensors
@@ -118,9 +119,11 @@ def state_of(manifest: Manifest) -> Node:
     return tree
 
 
-def operation(platform: Platform, timeout: float) -> Operation:
-    """The next save or load of the platform's ranks."""
-    return Operation(platform.ranks, next(platform.operations), timeout)
+def operation(platform: Platform, timeout: float, call: str) -> Operation:
+    """The next save or load of the platform's ranks. `call` says which, as far as that is known: what and where."""
+    number = in_step(platform.ranks, next(platform.operations), call, timeout)
+    platform.operations = itertools.count(number + 1)
+    return Operation(platform.ranks, number, timeout)
 
 
 T = TypeVar("T")

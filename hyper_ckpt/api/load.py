@@ -67,7 +67,7 @@ def load(
     """
     chosen = resolve_platform(platform, state_dict, no_dist)
     # From here on the ranks count this call, so that one which fails at once stays in step with the others.
-    this = operation(chosen, timeout)
+    this = operation(chosen, timeout, f"load {checkpoint_id!r}")
 
     def resolve() -> LoadCall:
         where = resolve_id(checkpoint_id, storage_reader.checkpoint_id if storage_reader else None, "storage_reader")

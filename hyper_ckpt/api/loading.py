@@ -22,7 +22,7 @@ from hyper_ckpt.contracts.planner import LoadPlanner, OwnBoxes, PlanContext
 from hyper_ckpt.contracts.platform import Platform
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.description import without
-from hyper_ckpt.engine.load import Loader, LoadJob, Target
+from hyper_ckpt.engine.load import Loader, LoadJob, Target, refuse_shared_memory
 from hyper_ckpt.engine.stage import from_host
 from hyper_ckpt.engine.stored import Stored
 from hyper_ckpt.errors import MissingFileError, UnsupportedStateError
@@ -139,8 +139,14 @@ class Loading:
             self._operation.agree("reading the manifest", decide=read)
             if self._ranks.world_size == 1:
                 return found[0]
-            data = broadcast_bytes(self._ranks, found[0].data if found else b"")
-            return found[0] if found else Manifest(data, f"{self._call.store.url}/{MANIFEST_NAME}")
+            manifest, error = attempt(lambda: self._share(found))
+            self._operation.agree("sharing the manifest", error=error)
+            assert manifest is not None
+            return manifest
+
+    def _share(self, found: list[Manifest]) -> Manifest:
+        data = broadcast_bytes(self._ranks, found[0].data if found else b"")
+        return found[0] if found else Manifest(data, f"{self._call.store.url}/{MANIFEST_NAME}")
 
     def _was_replaced(self, manifest: Manifest) -> bool:
         def look(_: list[bytes]) -> bytes:
@@ -193,9 +199,10 @@ class Loading:
         description, error = attempt(lambda: planner.build_local_plan(match.wanted, frame, manifest, self._context))
         self._operation.agree("describing the target", error=error)
         assert description is not None
-        world = self._operation.exchange(description) if call.share_reads else None
+        described = description
 
         def plan() -> Loader:
+            world = self._operation.exchange(described) if call.share_reads else None
             # Of names that are one memory, only the first is read. A rank whose part is empty cannot tell that they
             # are: where reads are shared, all ranks must leave out the same.
             ties = match.ties if world is None else world.ties
@@ -207,11 +214,12 @@ class Loading:
                     without(world, ties), rank, boxes, call.options.broadcast_batch_bytes
                 )
             else:
-                columns = planner.finalize_plan(description, rank, boxes)
+                columns = planner.finalize_plan(described, rank, boxes)
             located = self._locate(manifest, columns)
             stored.check_files(np.unique(located.file).tolist())
             self._read_values(match, stored)
             targets = {name: self._targets(name, value) for name, value in wanted.items()}
+            refuse_shared_memory(targets, match.ties)
             job = LoadJob(
                 self._ranks,
                 call.platform.stager,
@@ -233,7 +241,6 @@ class Loading:
         loader, error = attempt(plan)
         self._operation.agree("checking the files", error=error)
         assert loader is not None
-        loader.open_groups()
         return loader
 
     def _locate(self, manifest: Manifest, columns: Columns) -> Located:
@@ -261,6 +268,7 @@ class Loading:
 
     def _read(self, flat: FlatState, match: Match, stored: Stored, loader: Loader) -> None:
         platform = self._call.platform
+        loader.open_groups()
         loader.run()
         for name, tensor in match.wanted.items():
             applied = self._call.planner.apply_tensor(name, tensor)

@@ -131,12 +131,7 @@ class Matcher:
         return text
 
     def _acquire(self, match: Match, planner: LoadPlanner) -> None:
-        """New tensors for targets without memory, and which names are one memory."""
-        for name, value in match.wanted.items():
-            acquired = planner.acquire_tensor(match.wanted, name, self._context)
-            match.wanted[name] = acquired
-            if acquired is not value:
-                match.replaced[name] = acquired
+        """Which names are one memory, and new tensors for targets without memory: one for all names of it."""
         shards = {n: local_shards(n, v, self._context) for n, v in match.wanted.items()}
         shapes = {n: self._manifest.tensor(n).shape for n in match.wanted}
         match.ties = find_ties(shards, shapes, self._context.tensors)
@@ -145,6 +140,22 @@ class Matcher:
                 raise TargetError(
                     f"{name!r} and {first!r} are one tensor in the target, but two values were saved for them: "
                     "untie them, or load only one of them"
+                )
+        for name in sorted(match.wanted):
+            value, twin = match.wanted[name], match.ties.get(name)
+            known = match.replaced.get(twin) if twin is not None else None
+            acquired = known if known is not None else planner.acquire_tensor(match.wanted, name, self._context)
+            if acquired is not value:
+                self._refuse_inside_object(name)
+                match.wanted[name] = match.replaced[name] = acquired
+
+    def _refuse_inside_object(self, name: str) -> None:
+        """What stands in an object's state_dict() would be replaced there, and not in the object."""
+        for inside in self._flat.substates:
+            if name == inside or name.startswith(f"{inside}/"):
+                raise TargetError(
+                    f"{name!r} has no memory (it is on the meta device): give the object at {inside!r} memory first, "
+                    "e.g. with to_empty(), or load into its state_dict() and assign that"
                 )
 
 

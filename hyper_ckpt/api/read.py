@@ -100,7 +100,7 @@ def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None) -> di
             raise MissingKeyError(f"{where} has no {names}: see `hyper-ckpt show {where}`", absent)
     stored = [manifest.tensor(name) for name in tensor_names(tree)]
     loading, files = (
-        Loading(call, operation(chosen, DEFAULT_TIMEOUT)),
+        Loading(call, operation(chosen, DEFAULT_TIMEOUT, "read")),
         Stored(call.store, manifest, call.verify != "off"),
     )
     # What the manifest says is not believed before the files are there: no memory is taken for less.

@@ -71,7 +71,7 @@ def save(
     """
     chosen = resolve_platform(platform, state_dict, no_dist)
     # From here on the ranks count this call, so that one which fails at once stays in step with the others.
-    this = operation(chosen, timeout)
+    this = operation(chosen, timeout, f"save {checkpoint_id!r}")
 
     def resolve() -> SaveCall:
         where = resolve_id(checkpoint_id, storage_writer.checkpoint_id if storage_writer else None, "storage_writer")

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -72,6 +72,9 @@ class SaveCall:
         }
 
 
+T = TypeVar("T")
+
+
 class _Decision(msgspec.Struct, frozen=True, array_like=True):
     """What rank 0 tells all: the id, who stores which blob, and what only it could know."""
 
@@ -119,15 +122,20 @@ class Saving:
         prepared, error = attempt(lambda: self._prepare(state))
         self._operation.meet(self._call.agreed_options(), error)
         assert prepared is not None
-        world = self._operation.exchange(prepared.description)
-        trees = self._gather_trees(prepared)
+        exchanged, error = attempt(
+            lambda: (self._operation.exchange(prepared.description), self._gather_trees(prepared))
+        )
         loose: list[Columns] = []
-        data = self._operation.agree("planning", decide=lambda _: self._decide(world, trees, loose))
+        data = self._operation.agree("planning", b"", error, lambda _: self._decide(*_known(exchanged), loose))
+        world, _ = _known(exchanged)
         decision = msgspec.msgpack.decode(data, type=_Decision)
         planned = _planned(world, decision.base_load)
         parts = [c.pack() for c in loose[0].by_rank(self._ranks.world_size)] if decision.loose and loose else None
-        own_loose = self._ranks.scatter_bytes(parts) if decision.loose else b""
-        written, error = attempt(lambda: self._write(prepared, planned, own_loose, decision))
+        written, error = attempt(
+            lambda: self._write(
+                prepared, planned, self._ranks.scatter_bytes(parts) if decision.loose else b"", decision
+            )
+        )
         report = written.report() if written else b""
         try:
             self._operation.agree(
@@ -299,6 +307,12 @@ class _Written:
         """What rank 0 must know of it."""
         receipt = self.result.receipt
         return msgspec.msgpack.encode(_Report(receipt.files, self.result.receipt_digest, plan_digest(self.columns)))
+
+
+def _known(value: T | None) -> T:
+    """What was attempted, after all ranks agreed that it did not fail."""
+    assert value is not None
+    return value
 
 
 def _planned(world: World, base_load: bytes) -> World:

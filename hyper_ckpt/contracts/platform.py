@@ -77,7 +77,12 @@ class Ranks(ABC):
 
     Collectives are called in the caller's thread, by all ranks in the same order, and only after
     all have met in the mailbox. They move control data: the training's own group is never used.
+
+    `timeout`: seconds after which a collective, or the first connection, whose peers do not come fails. Every save
+    and load sets its own.
     """
+
+    timeout: float = 1800.0
 
     @property
     @abstractmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from hyper_ckpt.engine.pieces import SEGMENT_BYTES, Piece, PieceReader
 from hyper_ckpt.engine.shared import SharedPart
 from hyper_ckpt.engine.stored import Stored
 from hyper_ckpt.engine.workers import Task, run_all
-from hyper_ckpt.errors import PlanError
+from hyper_ckpt.errors import PlanError, TargetError
 from hyper_ckpt.receipt import (
     BLOCK_BYTES,
 )
@@ -49,6 +49,40 @@ class Target:
     def staged(self) -> bool:
         """Whether it is filled through a host buffer."""
         return self.view is None or self.staging is not None
+
+
+def refuse_shared_memory(targets: Mapping[str, Sequence[Target]], ties: Mapping[str, str]) -> None:
+    """Refuses targets of several names that share elements: the value that is filled last would win.
+
+    Args:
+        ties: names that are the memory of another and have the same saved value.
+
+    Raises:
+        TargetError: names two of them.
+    """
+    regions = []
+    for name, shards in targets.items():
+        for view in (t.view for t in shards if t.view is not None and t.view.size):
+            spans = [(n - 1) * step for n, step in zip(view.shape, view.strides, strict=True)]
+            low = view.__array_interface__["data"][0] + sum(min(s, 0) for s in spans)
+            regions.append((low, low + sum(abs(s) for s in spans) + view.itemsize, ties.get(name, name), view))
+    reach: list[tuple[int, str, Carrier]] = []  # regions that may go on
+    for low, high, name, view in sorted(regions, key=lambda r: r[:2]):
+        reach = [r for r in reach if r[0] > low]
+        for _, other, theirs in reach:
+            if other != name and _overlap(view, theirs):
+                raise TargetError(
+                    f"{other!r} and {name!r} share memory in the target, but each was saved by itself: load into "
+                    "clones, or only one of them"
+                )
+        reach.append((high, name, view))
+
+
+def _overlap(one: Carrier, other: Carrier) -> bool:
+    try:
+        return np.shares_memory(one, other, max_work=10_000)
+    except np.exceptions.TooHardError:  # not to be told in reasonable time: interleaved views of some kind
+        return False
 
 
 @dataclass(frozen=True, eq=False)

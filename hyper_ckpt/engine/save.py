@@ -16,7 +16,7 @@ from hyper_ckpt.dtypes import dtype_of
 from hyper_ckpt.engine.budget import Budget
 from hyper_ckpt.engine.digest import Digests, block_count, block_digest, to_hex
 from hyper_ckpt.engine.workers import Task, run_all
-from hyper_ckpt.errors import PlanError
+from hyper_ckpt.errors import PlanError, StoreError
 from hyper_ckpt.receipt import (
     BLOCK_BYTES,
     RECEIPT_FORMAT,
@@ -304,7 +304,21 @@ class _Files:
         )
         if self.job.durable:
             self.job.store.sync()
+        self._check_present()
         return WriteResult(receipt, digest)
+
+    def _check_present(self) -> None:
+        """What somebody removed meanwhile must not be published.
+
+        Raises:
+            StoreError: a file is gone, or has another size.
+        """
+        for plan in self.job.plans:
+            info = self.job.store.stat(plan.name)
+            if info is None or info.size != plan.size:
+                raise StoreError(
+                    f"{self.job.store.url}/{plan.name} was removed or cut while it was being saved: find out by whom"
+                )
 
     def _receipt(self) -> Receipt:
         job = self.job

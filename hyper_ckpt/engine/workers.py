@@ -41,8 +41,13 @@ def run_all(tasks: Iterable[Task], threads: int) -> None:
     ]
     for helper in helpers:
         helper.start()
-    work()
-    for helper in helpers:
-        helper.join()
+    try:
+        work()
+        for helper in helpers:
+            helper.join()
+    except BaseException as error:  # an interrupt of this thread: nobody may go on using the caller's memory
+        failures.append(error)
+        for helper in helpers:
+            helper.join()
     if failures:
         raise failures[0]

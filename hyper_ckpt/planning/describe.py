@@ -53,7 +53,7 @@ def describe(tensors: Mapping[str, Any], skeleton: bytes, context: PlanContext, 
     records: list[TensorRecord] = []
     boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
     prints: dict[str, bytes] = {}
-    shards = {name: local_shards(name, value, context) for name, value in tensors.items()}
+    shards: dict[str, list[LocalShard]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for number, name in enumerate(sorted(tensors)):
         value = tensors[name]
@@ -61,6 +61,7 @@ def describe(tensors: Mapping[str, Any], skeleton: bytes, context: PlanContext, 
         if saving and not description.has_memory:
             raise UnsupportedStateError(f"{name!r} is only described (on the meta device) and holds nothing to save")
         shapes[name] = description.shape
+        shards[name] = local_shards(name, value, context)
         records.append(builder.record(name, description.dtype, description.shape, description.layout))
         if isinstance(description.layout, Boxes):
             boxes += [(number, offsets, sizes) for offsets, sizes in description.layout.boxes]

@@ -238,3 +238,26 @@ def test_a_rank_that_hangs_while_it_reads(tmp_path: Path, on: int) -> None:
     assert blocked.reached.is_set()
     assert {type(e) for e in errors} == {RankTimeoutError}, errors
     assert {e.ranks for e in errors} == {(on,)}, errors
+
+
+@pytest.mark.parametrize("skipper", [0, 1, 2])
+def test_a_rank_that_skipped_a_call_finds_back(tmp_path: Path, skipper: int) -> None:
+    """Its own code failed before the call: one save fails, for all; the next ones do not."""
+
+    def train(platform: Platform) -> list[str]:
+        outcomes = []
+        for step in range(5):
+            if step == 1 and platform.ranks.rank == skipper:
+                outcomes.append("skipped")
+            else:
+                try:
+                    save({"step": step}, tmp_path / f"step-{step}", platform=platform, timeout=1.0, durable=False)
+                    outcomes.append("saved")
+                except RankTimeoutError as error:
+                    outcomes.append(f"failed for {error.ranks}")
+            platform.ranks.all_gather_object(step)  # the training keeps the ranks together
+        return outcomes
+
+    for rank, outcomes in enumerate(run_world(3, train)):
+        second = "skipped" if rank == skipper else f"failed for {(skipper,)}"
+        assert outcomes == ["saved", second, "saved", "saved", "saved"]

@@ -134,3 +134,30 @@ def test_a_reshaped_view_is_no_tie() -> None:
     assert same(state["b"], W.reshape(3, 4))
     assert same(state["c"], np.ascontiguousarray(W.T))
     assert same(state["d"], W.view("i4"))
+
+
+@pytest.mark.parametrize("alias", ["flat", "transposed", "bits", "part", "interleaved"])
+def test_targets_that_share_elements_in_another_form(alias: str) -> None:
+    """The same bytes under another shape or dtype: two saved values, one memory."""
+    url = fresh()
+    w = np.zeros((4, 6), "f4")
+    views = {
+        "flat": w.reshape(-1),
+        "transposed": w.T,
+        "bits": w.view("i4"),
+        "part": w[1:3, 2:],
+        "interleaved": w[:, ::2],
+    }
+    other = views[alias]
+    hyper_ckpt.save({"w": np.ones((4, 6), "f4"), "x": np.full(other.shape, 2, other.dtype)}, url)
+    with pytest.raises(TargetError, match=r"'w' and 'x' share memory|'x' and 'w' share memory"):
+        hyper_ckpt.load({"w": w, "x": other}, url)
+    assert not w.any()
+
+
+def test_targets_side_by_side_in_one_memory() -> None:
+    url = fresh()
+    hyper_ckpt.save({"a": np.ones((4, 3)), "b": np.full((4, 3), 2.0)}, url)
+    both = np.zeros((4, 6))
+    hyper_ckpt.load({"a": both[:, ::2], "b": both[:, 1::2]}, url)
+    assert both[0].tolist() == [1, 2, 1, 2, 1, 2]

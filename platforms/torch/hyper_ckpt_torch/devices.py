@@ -44,7 +44,7 @@ class Accelerator:
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Host memory that the device copies to and from directly."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 else:
     from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
+# Named everywhere: the user may have set another default device.
+_HOST = torch.device("cpu")
 # For ranks that have met in the mailbox just before.
 COLLECTIVE_TIMEOUT = timedelta(seconds=1800)
 
@@ -44,11 +46,12 @@ class Works:
 
     works: tuple[Any, ...]
     tensors: tuple[torch.Tensor, ...]
+    timeout: timedelta
 
     def wait(self) -> None:
         with _failures_named():
             for work in self.works:
-                work.wait()
+                work.wait(self.timeout)
 
 
 class GlooGroup:
@@ -60,12 +63,14 @@ class GlooGroup:
         store: of this process alone, since connecting waits in it.
         ranks: names the group: one group per set of ranks and store.
         member: this process's place in `ranks`.
+        timeout: seconds that a collective may take, asked for each anew.
     """
 
-    def __init__(self, store: Store, ranks: Sequence[int], member: int) -> None:
+    def __init__(self, store: Store, ranks: Sequence[int], member: int, timeout: Callable[[], float]) -> None:
         name = hashlib.sha256(np.asarray(ranks, "<i8").tobytes()).hexdigest()[:32]
         self.size = len(ranks)
         self.member = member
+        self._seconds = timeout
         with _failures_named():
             self._gloo: Any = ProcessGroupGloo(
                 PrefixStore(f"group/{name}", store), member, self.size, COLLECTIVE_TIMEOUT
@@ -74,12 +79,12 @@ class GlooGroup:
     @_failures_named()
     def all_gather_object(self, value: Any) -> list[Any]:
         """Everybody's value. Each is padded to the largest."""
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        data = _bytes_tensor(pickle.dumps(value))
         sizes = self._all_gather_sizes(data.numel())
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=_HOST)
         padded[: data.numel()] = data
-        gathered = [torch.empty_like(padded) for _ in sizes]
-        self._gloo.allgather(gathered, padded).wait()
+        gathered = [torch.empty_like(padded, device=_HOST) for _ in sizes]
+        self._wait(self._gloo.allgather(gathered, padded))
         return [pickle.loads(each[:size].numpy().tobytes()) for each, size in zip(gathered, sizes, strict=True)]
 
     @_failures_named()
@@ -94,8 +99,8 @@ class GlooGroup:
     @_failures_named()
     def scatter_bytes(self, parts: Sequence[bytes] | None) -> bytes:
         """Part m of member 0's `parts` at member m, each sent as it is."""
-        size = torch.zeros(1, dtype=torch.int64)
-        self._gloo.scatter(size, [torch.tensor([len(part)]) for part in parts or ()], 0).wait()
+        size = torch.zeros(1, dtype=torch.int64, device=_HOST)
+        self._wait(self._gloo.scatter(size, [torch.tensor([len(part)], device=_HOST) for part in parts or ()], 0))
         if self.member == 0 and parts is not None:
             self._send(list(enumerate(parts))[1:])
             return bytes(parts[0])
@@ -105,23 +110,34 @@ class GlooGroup:
     def broadcast(self, buffers: Sequence[ByteBuffer], source: int) -> Works:
         """Member `source`'s buffers into everybody's, in place."""
         tensors = tuple(_as_tensor(buffer) for buffer in buffers if buffer.size)
-        return Works(tuple(self._gloo.broadcast(tensor, source) for tensor in tensors), tensors)
+        return Works(
+            tuple(self._gloo.broadcast(tensor, source) for tensor in tensors),
+            tensors,
+            timedelta(seconds=self._seconds()),
+        )
+
+    def _wait(self, work: Any) -> None:
+        work.wait(timedelta(seconds=self._seconds()))
 
     def _all_gather_sizes(self, size: int) -> list[int]:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._gloo.allgather(sizes, torch.tensor([size])).wait()
+        sizes = [torch.zeros(1, dtype=torch.int64, device=_HOST) for _ in range(self.size)]
+        self._wait(self._gloo.allgather(sizes, torch.tensor([size], device=_HOST)))
         return [int(each) for each in sizes]
 
     def _send(self, parts: Sequence[tuple[int, bytes]]) -> None:
-        tensors = [(to, torch.frombuffer(bytearray(data), dtype=torch.uint8)) for to, data in parts if data]
+        tensors = [(to, _bytes_tensor(data)) for to, data in parts if data]
         for work in [self._gloo.send([tensor], to, 0) for to, tensor in tensors]:
-            work.wait()
+            self._wait(work)
 
     def _receive(self, sizes: Sequence[tuple[int, int]]) -> list[bytes]:
-        parts = [(source, torch.empty(size, dtype=torch.uint8)) for source, size in sizes]
+        parts = [(source, torch.empty(size, dtype=torch.uint8, device=_HOST)) for source, size in sizes]
         for work in [self._gloo.recv([part], source, 0) for source, part in parts if part.numel()]:
-            work.wait()
+            self._wait(work)
         return [part.numpy().tobytes() for _, part in parts]
+
+
+def _bytes_tensor(data: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
 
 
 def _as_tensor(buffer: ByteBuffer) -> torch.Tensor:

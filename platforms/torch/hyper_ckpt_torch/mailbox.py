@@ -76,11 +76,12 @@ def _rank_zero_named() -> Iterator[None]:
         raise RankFailedError("the group's rank 0, which hosts the mailbox, is gone", ranks=[0]) from error
 
 
-def open_mailbox(group_name: str, rank: int, world_size: int, host: str | None = None) -> StoreMailbox:
+def open_mailbox(group_name: str, rank: int, world_size: int, timeout: float, host: str | None = None) -> StoreMailbox:
     """The mailbox of a process group: rank 0 opens it, the others wait until they can connect.
 
     Args:
         group_name: the same on all members, and no other group's.
+        timeout: seconds to wait for rank 0.
         host: the name under which others reach rank 0; None finds one.
 
     Raises:
@@ -91,7 +92,7 @@ def open_mailbox(group_name: str, rank: int, world_size: int, host: str | None =
         server = _connect("127.0.0.1", 0, is_server=True)
         rendezvous.set(key, f"{_machine()} {host or _own_address(_master_host(rendezvous))} {server.port}")
         return StoreMailbox(server)
-    store = _join(rendezvous, key)
+    store = _join(rendezvous, key, timeout)
     # The last one to connect removes the address, so that a later process group of the same name can't
     # take it for its own.
     if store.add("connected", 1) == world_size - 1:
@@ -99,14 +100,16 @@ def open_mailbox(group_name: str, rank: int, world_size: int, host: str | None =
     return StoreMailbox(store)
 
 
-def _join(rendezvous: Store, key: str) -> TCPStore:
-    deadline = time.monotonic() + CONNECT_SECONDS
+def _join(rendezvous: Store, key: str, timeout: float) -> TCPStore:
+    timeout = min(timeout, CONNECT_SECONDS)
+    deadline = time.monotonic() + timeout
     cause: Exception | None = None
     while time.monotonic() < deadline:
-        if not rendezvous.check([key]):
-            time.sleep(0.02)
-            continue
-        machine, host, port = rendezvous.get(key).decode().split(" ")
+        with _rank_zero_named():
+            if not rendezvous.check([key]):
+                time.sleep(0.02)
+                continue
+            machine, host, port = rendezvous.get(key).decode().split(" ")
         host = "127.0.0.1" if machine == _machine() else host
         try:
             return _connect(host, int(port), is_server=False)
@@ -114,7 +117,7 @@ def _join(rendezvous: Store, key: str) -> TCPStore:
             cause = error
     what = "cannot be reached at the address it gave" if cause else "has not called in"
     raise RankTimeoutError(
-        f"rank 0 {what} within {CONNECT_SECONDS:.0f} s: is it in the same save or load, and can this host reach it? "
+        f"rank 0 {what} within {timeout:g} s: is it in the same save or load, and can this host reach it? "
         "TorchPlatform(mailbox_host=...) sets the name under which others reach rank 0",
         ranks=[0],
     ) from cause

@@ -51,7 +51,7 @@ class TorchRanks(Ranks):
 
     @cached_property
     def mailbox(self) -> StoreMailbox:
-        return open_mailbox(self._process_group_name, self._rank, self.world_size, self._mailbox_host)
+        return open_mailbox(self._process_group_name, self._rank, self.world_size, self.timeout, self._mailbox_host)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return self._everybody.all_gather_object(value)
@@ -91,6 +91,8 @@ class TorchRanks(Ranks):
         if known is None:
             if ranks != tuple(sorted(set(ranks))) or ranks[-1] >= self.world_size:
                 raise PlanError(f"a group is a sorted set of ranks below {self.world_size}, not {ranks}")
-            gloo = GlooGroup(self._store, ranks, ranks.index(self._rank)) if len(ranks) > 1 else None
+            gloo = (
+                GlooGroup(self._store, ranks, ranks.index(self._rank), lambda: self.timeout) if len(ranks) > 1 else None
+            )
             known = self._groups[ranks] = RankGroup(ranks, gloo)
         return known

@@ -107,7 +107,7 @@ class TorchStager(Stager):
 def _allocate(nbytes: int) -> ByteBuffer:
     """A buffer, pinned where a device is in use: pinning would start one in this process otherwise."""
     accelerator = accelerator_in_use()
-    memory = torch.empty(nbytes, dtype=torch.uint8) if accelerator is None else accelerator.pinned(nbytes)
+    memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if accelerator is None else accelerator.pinned(nbytes)
     array: ByteBuffer = memory.numpy()  # keeps `memory` alive
     return array
 

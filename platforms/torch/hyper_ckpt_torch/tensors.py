@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -47,6 +48,11 @@ class TorchTensors(Tensors):
     def describe(self, value: Any) -> TensorDescription | None:
         if not isinstance(value, torch.Tensor):
             return None
+        if type(value).__module__.startswith("torch.distributed._shard"):
+            raise UnsupportedStateError(
+                f"torch's old {type(value).__name__} cannot be stored: give FSDP a device_mesh, so that its state has "
+                "DTensors, or use fully_shard"
+            )
         dtensor = as_dtensor(value)
         local = value if dtensor is None else local_tensor(dtensor)
         _check_storable(local)
@@ -94,8 +100,11 @@ class TorchTensors(Tensors):
         tensor: torch.Tensor = shard.data
         strides = [step * tensor.element_size() for step in tensor.stride()]
         dtype = NAMES[tensor.dtype]
-        key = memory_key(tensor.data_ptr(), tuple(tensor.shape), strides, dtype)
-        if key is None or tensor.device.type == "meta":
+        on_meta = tensor.device.type == "meta"
+        # On the meta device all pointers are 0, but views of one storage have that in common.
+        pointer = tensor.untyped_storage()._cdata + tensor.storage_offset() if on_meta else tensor.data_ptr()
+        key = memory_key(pointer, tuple(tensor.shape), strides, dtype)
+        if key is None:
             return None
         # A conjugated view has the memory, but not the elements, of its base.
         view = (tensor.is_conj(), tensor.is_neg())
@@ -162,10 +171,18 @@ def device_samples(tensor: torch.Tensor) -> Carrier:
 
 
 def _carriers(tensor: torch.Tensor) -> Carrier:
-    """The memory of a host tensor as an array of carriers."""
-    carrier = BY_NAME[NAMES[tensor.dtype]].carrier
-    view: Carrier = bits(tensor.detach()).numpy().view(carrier)
-    return view
+    """The memory of a host tensor as an array of carriers, which keeps it alive.
+
+    Not through `numpy()`: that marks the storage as shared for good, and FSDP can no longer free or resize it.
+    """
+    carrier, shape = BY_NAME[NAMES[tensor.dtype]].carrier, tuple(tensor.shape)
+    if not tensor.numel():
+        return np.empty(shape, carrier)
+    strides = tuple(step * carrier.itemsize for step in tensor.stride())
+    span = sum((length - 1) * step for length, step in zip(shape, strides, strict=True)) + carrier.itemsize
+    memory: Any = (ctypes.c_uint8 * span).from_address(tensor.data_ptr())
+    memory.owner = tensor  # the array keeps `memory`, and that keeps the tensor
+    return np.ndarray(shape, carrier, memory, 0, strides)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -71,3 +71,24 @@ def test_ranks_may_leave_right_after_a_save(tmp_path: Path) -> None:
     for attempt in range(3):
         launch(4, save_and_leave_at_once, (str(tmp_path / str(attempt)),), timeout=50)
         assert hyper_ckpt.verify(tmp_path / str(attempt) / "step-1").ok
+
+
+def stop_one_and_save(rank: int, world_size: int, root: str) -> str:
+    """Rank 1 is stopped, not dead, between the meeting and the first collective."""
+    join_gloo(rank, world_size)
+    hyper_ckpt.save(state(rank, 1.0), f"{root}/step-1")
+    if rank == 1:
+        from hyper_ckpt.agreement.exchange import Exchange
+
+        Exchange.run = lambda self: time.sleep(12)  # type: ignore[method-assign,assign,return-value]
+    start = time.monotonic()
+    with pytest.raises(hyper_ckpt.CheckpointError):
+        hyper_ckpt.save(state(rank, 2.0), f"{root}/step-2", timeout=TIMEOUT)
+    if rank != 1:
+        assert time.monotonic() - start < 4 * TIMEOUT
+    os._exit(0)
+
+
+def test_a_rank_that_hangs_in_a_collective_keeps_nobody_past_the_deadline(tmp_path: Path) -> None:
+    launch(3, stop_one_and_save, (str(tmp_path),), timeout=50)
+    assert hyper_ckpt.verify(tmp_path / "step-1").ok

@@ -152,7 +152,9 @@ def test_storage_keys():
     ]
     assert len({TENSORS.storage_key(whole(t)) for t in other}) == len(other)
     assert TENSORS.storage_key(whole(base[:0])) is None
-    assert TENSORS.storage_key(whole(base.to("meta"))) is None
+    meta = base.to("meta")
+    assert TENSORS.storage_key(whole(meta)) == TENSORS.storage_key(whole(meta.detach()))
+    assert TENSORS.storage_key(whole(meta)) != TENSORS.storage_key(whole(base.to("meta")))
     numpy = NumpyTensors()
     assert numpy.storage_key(numpy.local_shards(base.numpy())[0]) == TENSORS.storage_key(whole(base))
 
