@@ -166,7 +166,8 @@ class Tensors(ABC):
 
     @abstractmethod
     def storage_key(self, shard: LocalShard) -> Hashable | None:
-        """Equal for two shards that are the same elements of the same memory; None for empty shards."""
+        """Equal for two shards that are the same elements of the same memory; None for empty shards. Of tensors
+        without memory: equal where they would be, None where that cannot be told."""
 
 
 class Stager(ABC):

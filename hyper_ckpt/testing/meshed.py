@@ -117,6 +117,8 @@ class MeshedTensors(Tensors):
 
     def storage_key(self, shard: LocalShard) -> Hashable | None:
         array = shard.data.local
+        if array is None:
+            return None
         return memory_key(array.__array_interface__["data"][0], array.shape, array.strides, array.dtype.name)
 
 
