@@ -108,6 +108,15 @@ def cut(view: npt.NDArray[Any], offsets: Sequence[int], sizes: Sequence[int]) ->
     return np.asarray(view[index])
 
 
+def offsets_inside(
+    offsets: Sequence[int], sizes: Sequence[int], outer_offsets: Sequence[int], outer_sizes: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Where a box begins inside another one, None if it is not whole in there."""
+    low = tuple(o - s for o, s in zip(offsets, outer_offsets, strict=True))
+    fits = all(a >= 0 and a + n <= m for a, n, m in zip(low, sizes, outer_sizes, strict=True))
+    return low if fits else None
+
+
 def contiguous_dim(outer: tuple[int, ...], inner: tuple[int, ...]) -> int:
     """The first dimension from which a sub-box of sizes `inner` is one run inside a box of sizes `outer`.
 

@@ -21,6 +21,7 @@ from hyper_ckpt.api.common import (
     tensor_test,
 )
 from hyper_ckpt.api.views import metadata_of, own_metadata
+from hyper_ckpt.box import offsets_inside
 from hyper_ckpt.columns import Columns, Placed
 from hyper_ckpt.contracts.placement import FilePlan, StorageWriter
 from hyper_ckpt.contracts.planner import PlanContext, SavePlanner
@@ -336,8 +337,8 @@ def _holding(
 ) -> tuple[LocalShard, Any, tuple[int, ...]]:
     """The shard that holds a box, its memory, and the box's offsets inside it."""
     for shard, view in shards:
-        low = tuple(o - s for o, s in zip(offsets, shard.offsets, strict=True))
-        if all(a >= 0 and a + n <= m for a, n, m in zip(low, sizes, shard.sizes, strict=True)):
+        low = offsets_inside(offsets, sizes, shard.offsets, shard.sizes)
+        if low is not None:
             return shard, view, low
     raise PlanError(f"the plan wants {name!r} at {offsets} from this rank, which does not hold it")
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hyper_ckpt.box import IntArray, cut
+from hyper_ckpt.box import IntArray, cut, offsets_inside
 from hyper_ckpt.columns import Columns, Located
 from hyper_ckpt.contracts.platform import ByteBuffer, Carrier, LocalShard, Pending, Ranks, Stager
 from hyper_ckpt.contracts.store import ByteStore
@@ -239,8 +239,8 @@ class Loader:
         offsets, sizes = self.job.columns.box(row)
         name = self.job.columns.table.names[int(self.job.columns.tensor[row])]
         for target in self.job.targets[name]:
-            low = tuple(o - s for o, s in zip(offsets, target.shard.offsets, strict=True))
-            if all(a >= 0 and a + n <= m for a, n, m in zip(low, sizes, target.shard.sizes, strict=True)):
+            low = offsets_inside(offsets, sizes, target.shard.offsets, target.shard.sizes)
+            if low is not None:
                 return target, low
         raise PlanError(f"the plan wants {name!r} at {offsets}, which this rank does not hold")
 
