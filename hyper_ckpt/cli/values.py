@@ -155,7 +155,9 @@ def _codec(node: CodecNode) -> str:
         for codec in BUILTIN:
             if codec.name == node.name:
                 try:
-                    return repr(codec.decode(node.v))
+                    value = codec.decode(node.v)
+                    # numpy 2 would say np.float32(1.5).
+                    return str(value) if node.name == "numpy.generic" else repr(value)
                 except Exception:  # bytes from anywhere: what cannot be decoded is not shown
                     break
     return f"<{node.name}, {size(len(node.v))}>"
