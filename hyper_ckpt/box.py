@@ -68,14 +68,18 @@ def uncovered(tensor: IntArray, offsets: IntArray, sizes: IntArray, shapes: IntA
         corners = np.concatenate([np.column_stack([corners, low[:, d]]), np.column_stack([corners, high[:, d]])])
         sign = np.concatenate([sign, -sign])
         low, high = np.concatenate([low, low]), np.concatenate([high, high])
-    order, starts = _group_rows(corners)
+    order, starts = group_equal(corners)
     sums = np.add.reduceat(sign[order], starts) if len(starts) else np.zeros(0, np.int64)
     bad = corners[order[starts[sums != 0]], 0] if len(starts) else np.zeros(0, np.int64)
     return np.asarray(np.unique(np.concatenate([bad, owner[outside]])))
 
 
-def _group_rows(rows: IntArray) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """Sorts equal rows together. Returns the order and where each group starts in it."""
+def group_equal(rows: IntArray) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """Groups equal rows of an (n, k) integer array.
+
+    Returns:
+        The order that sorts equal rows together (stable), and where each group starts in it.
+    """
     if not len(rows):
         return np.zeros(0, np.intp), np.zeros(0, np.intp)
     low = rows.min(axis=0)
@@ -91,15 +95,6 @@ def _group_rows(rows: IntArray) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.in
         order = np.lexsort(rows.T[::-1])
         changed = (np.diff(rows[order], axis=0) != 0).any(axis=1)
     return order, np.concatenate([[0], np.flatnonzero(changed) + 1]).astype(np.intp)
-
-
-def group_equal(rows: IntArray) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """Groups equal rows of an (n, k) integer array.
-
-    Returns:
-        The order that sorts equal rows together (stable), and where each group starts in it.
-    """
-    return _group_rows(np.ascontiguousarray(rows))
 
 
 def cut(view: npt.NDArray[Any], offsets: Sequence[int], sizes: Sequence[int]) -> npt.NDArray[Any]:

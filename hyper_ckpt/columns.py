@@ -120,7 +120,6 @@ class Placed:
 
     files: tuple[str, ...]
     file_rank: IntArray
-    file_bytes: IntArray
     entry: IntArray
     entry_tensor: IntArray
     entry_file: IntArray

@@ -126,6 +126,11 @@ def operation(platform: Platform, timeout: float, call: str) -> Operation:
     return Operation(platform.ranks, number, timeout)
 
 
+def few(words: Sequence[str]) -> str:
+    """The first five, and how many more there are."""
+    return ", ".join(words[:5]) + (f" and {len(words) - 5} more" if len(words) > 5 else "")
+
+
 T = TypeVar("T")
 
 

@@ -14,14 +14,14 @@ import numpy as np
 
 from hyper_ckpt import errors
 from hyper_ckpt.agreement import Operation, StoppedError, broadcast_bytes
-from hyper_ckpt.api.common import RememberedTensors, all_tensors, attempt, tensor_test
+from hyper_ckpt.api.common import RememberedTensors, all_tensors, attempt, few, tensor_test
 from hyper_ckpt.api.matching import Match, Matcher, refuse_unexpected, wanted_by_none
 from hyper_ckpt.columns import Columns, Located
 from hyper_ckpt.contracts.placement import StorageReader
 from hyper_ckpt.contracts.planner import LoadPlanner, OwnBoxes, PlanContext
 from hyper_ckpt.contracts.platform import Platform
 from hyper_ckpt.contracts.store import ByteStore
-from hyper_ckpt.description import without
+from hyper_ckpt.description import Description, without
 from hyper_ckpt.engine.load import Loader, LoadJob, Target, refuse_shared_memory
 from hyper_ckpt.engine.stage import from_host
 from hyper_ckpt.engine.stored import Stored
@@ -194,53 +194,50 @@ class Loading:
 
     def plan(self, frame: bytes, manifest: Manifest, match: Match, stored: Stored) -> Loader:
         """Decides what this rank reads, and checks the files it will open. `frame` is the skeleton of the state."""
-        call, rank = self._call, self._ranks.rank
-        planner = call.planner
+        planner = self._call.planner
         description, error = attempt(lambda: planner.build_local_plan(match.wanted, frame, manifest, self._context))
         self._operation.agree("describing the target", error=error)
         assert description is not None
-        described = description
-
-        def plan() -> Loader:
-            world = self._operation.exchange(described) if call.share_reads else None
-            # Of names that are one memory, only the first is read. A rank whose part is empty cannot tell that they
-            # are: where reads are shared, all ranks must leave out the same.
-            ties = match.ties if world is None else world.ties
-            wanted = {name: value for name, value in match.wanted.items() if name not in ties}
-            shards = {name: local_shards(name, value, self._context) for name, value in wanted.items()}
-            boxes: OwnBoxes = [(name, s.offsets, s.sizes) for name, own in shards.items() for s in own]
-            if world is not None:
-                columns = planner.build_global_plan(
-                    without(world, ties), rank, boxes, call.options.broadcast_batch_bytes
-                )
-            else:
-                columns = planner.finalize_plan(described, rank, boxes)
-            located = self._locate(manifest, columns)
-            stored.check_files(np.unique(located.file).tolist())
-            self._read_values(match, stored)
-            targets = {name: self._targets(name, value) for name, value in wanted.items()}
-            refuse_shared_memory(targets, match.ties)
-            job = LoadJob(
-                self._ranks,
-                call.platform.stager,
-                stored,
-                call.store,
-                columns,
-                located,
-                targets,
-                self._operation.batch_ready,
-                call.options.broadcast_batch_bytes,
-                call.threads,
-                call.max_host_bytes,
-            )
-            loader = Loader(job, DEFAULT_MAX_HOST_BYTES)
-            if call.verify == "before":
-                loader.verify_first()
-            return loader
-
-        loader, error = attempt(plan)
+        loader, error = attempt(lambda: self._loader(description, manifest, match, stored))
         self._operation.agree("checking the files", error=error)
         assert loader is not None
+        return loader
+
+    def _loader(self, description: Description, manifest: Manifest, match: Match, stored: Stored) -> Loader:
+        """Shares out the reads, finds the stored pieces, and checks the files that hold them."""
+        call, rank, planner = self._call, self._ranks.rank, self._call.planner
+        world = self._operation.exchange(description) if call.share_reads else None
+        # Of names that are one memory, only the first is read. A rank whose part is empty cannot tell that they
+        # are: where reads are shared, all ranks must leave out the same.
+        ties = match.ties if world is None else world.ties
+        wanted = {name: value for name, value in match.wanted.items() if name not in ties}
+        shards = {name: local_shards(name, value, self._context) for name, value in wanted.items()}
+        boxes: OwnBoxes = [(name, s.offsets, s.sizes) for name, own in shards.items() for s in own]
+        if world is not None:
+            columns = planner.build_global_plan(without(world, ties), rank, boxes, call.options.broadcast_batch_bytes)
+        else:
+            columns = planner.finalize_plan(description, rank, boxes)
+        located = self._locate(manifest, columns)
+        stored.check_files(np.unique(located.file).tolist())
+        self._read_values(match, stored)
+        targets = {name: self._targets(name, value) for name, value in wanted.items()}
+        refuse_shared_memory(targets, match.ties)
+        job = LoadJob(
+            self._ranks,
+            call.platform.stager,
+            stored,
+            call.store,
+            columns,
+            located,
+            targets,
+            self._operation.batch_ready,
+            call.options.broadcast_batch_bytes,
+            call.threads,
+            call.max_host_bytes,
+        )
+        loader = Loader(job, DEFAULT_MAX_HOST_BYTES)
+        if call.verify == "before":
+            loader.verify_first()
         return loader
 
     def _locate(self, manifest: Manifest, columns: Columns) -> Located:
@@ -305,19 +302,20 @@ class Loading:
         if left_out and self._call.strict is True and self._ranks.rank == 0:
             warnings.warn(
                 f"{len(left_out)} saved values were not loaded, since the target has no place for them: "
-                f"{_few(left_out)}. Create them first (an optimizer has no state before its first step), or pass "
-                "strict=False if this is meant",
+                f"{few([*map(repr, left_out)])}. Create them first (an optimizer has no state before its first step), "
+                "or pass strict=False if this is meant",
                 stacklevel=6,
             )
         if self._kept:
             warnings.warn(
-                f"{_few(self._kept)} belong to ranks, and no rank {self._ranks.rank} saved any: "
+                f"{few([*map(repr, self._kept)])} belong to ranks, and no rank {self._ranks.rank} saved any: "
                 "the target's own values were kept",
                 stacklevel=6,
             )
         if match.borrowed:
             warnings.warn(
-                f"{_few(match.borrowed)} differed between ranks: rank {self._ranks.rank} got the lowest rank's",
+                f"{few([*map(repr, match.borrowed)])} differed between ranks: rank {self._ranks.rank} got the "
+                "lowest rank's",
                 stacklevel=6,
             )
 
@@ -336,8 +334,3 @@ def _refuse_stopped(votes: list[bytes]) -> bytes:
     if stopped:
         raise errors.RankFailedError(f"ranks {stopped} stopped for a failure that no rank reports", stopped)
     return b""
-
-
-def _few(names: Any) -> str:
-    rows = [repr(n) for n in names]
-    return ", ".join(rows[:5]) + (f" and {len(rows) - 5} more" if len(rows) > 5 else "")

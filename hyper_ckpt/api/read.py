@@ -99,10 +99,8 @@ def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None) -> di
             names = ", ".join(map(repr, absent))
             raise MissingKeyError(f"{where} has no {names}: see `hyper-ckpt show {where}`", absent)
     stored = [manifest.tensor(name) for name in tensor_names(tree)]
-    loading, files = (
-        Loading(call, operation(chosen, DEFAULT_TIMEOUT, "read")),
-        Stored(call.store, manifest, call.verify != "off"),
-    )
+    loading = Loading(call, operation(chosen, DEFAULT_TIMEOUT, "read"))
+    files = Stored(call.store, manifest, call.verify != "off")
     # What the manifest says is not believed before the files are there: no memory is taken for less.
     files.check_files(sorted({int(n) for t in stored for n in t.copies[0].file}))
     targets = {t.name: tensors.empty(TensorDescription(t.dtype, t.shape, Replicated())) for t in stored}

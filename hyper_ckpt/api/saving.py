@@ -18,6 +18,7 @@ from hyper_ckpt.api.common import (
     RememberedTensors,
     all_tensors,
     attempt,
+    few,
     tensor_test,
 )
 from hyper_ckpt.api.views import metadata_of, own_metadata
@@ -199,8 +200,7 @@ class Saving:
     def _report_conflicts(self, found: list[str], kept: str) -> None:
         if not found:
             return
-        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-        text = f"ranks hold different values of {', '.join(found[:5])}{more}"
+        text = f"ranks hold different values of {few(found)}"
         if self._call.options.conflicts == "error":
             raise ConflictError(f'{text}. Wrap values that belong to a rank in PerRank, or save with conflicts="warn"')
         warnings.warn(f"{text}: the checkpoint {kept}. Wrap values that belong to a rank in PerRank", stacklevel=8)
@@ -245,8 +245,9 @@ class Saving:
             if number not in shards:
                 own = self._call.planner.get_data(flat.tensors, name, self._context)
                 shards[number] = [(s, self._context.tensors.host_view(s)) for s in own]
-            shard, view, low = _holding(shards[number], name, *columns.box(row))
-            source = Source(shard, table.dtypes[number], view, low, columns.box(row)[1])
+            offsets, box_sizes = columns.box(row)
+            shard, view, low = _holding(shards[number], name, offsets, box_sizes)
+            source = Source(shard, table.dtypes[number], view, low, box_sizes)
             file = plan_of[placed.files[int(placed.entry_file[placed.entry[row]])]]
             yield WritePiece(name, file, int(starts[row]), int(sizes[row]), source)
 

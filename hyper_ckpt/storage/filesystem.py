@@ -14,10 +14,7 @@ from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.dtypes import dtype_of
 from hyper_ckpt.errors import CheckpointNotFoundError, CoverageError, ManifestError, MissingFileError
 from hyper_ckpt.manifest import MANIFEST_NAME, Manifest, StoredTensor
-from hyper_ckpt.storage.safetensors_file import Entry, build_header, choose_keys, header_upper_bound
-
-# Readers of safetensors refuse longer headers.
-MAX_HEADER_BYTES = 100_000_000
+from hyper_ckpt.storage.safetensors_file import MAX_HEADER_BYTES, Entry, build_header, choose_keys, header_upper_bound
 
 
 def data_file_name(rank: int, save_id: str, part: int) -> str:
@@ -56,13 +53,9 @@ class FileSystemWriter(StorageWriter):
         entry[order] = np.arange(len(columns))
         ranks = columns.rank[order][firsts]
         names = tuple(data_file_name(int(r), save_id, int(p)) for r, p in zip(ranks, part[firsts], strict=True))
-        file_bytes = (
-            np.diff(np.r_[0, ends[np.r_[firsts[1:] - 1, len(ends) - 1]]]) if len(firsts) else np.zeros(0, np.int64)
-        )
         return Placed(
             names,
             ranks,
-            file_bytes,
             entry,
             columns.tensor[order],
             file_of,
