@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hyper_ckpt.api.read import read, read_metadata
     from hyper_ckpt.api.save import save
     from hyper_ckpt.api.verify import verify
+    from hyper_ckpt.builtin.numpy_platform import NumpyPlatform
     from hyper_ckpt.engine.verify import VerifyReport
     from hyper_ckpt.errors import CheckpointError
     from hyper_ckpt.metadata import Metadata
@@ -34,6 +35,7 @@ __all__ = [
     "LoadOptions",
     "LoadReport",
     "Metadata",
+    "NumpyPlatform",
     "PerRank",
     "SaveOptions",
     "ShardedTensor",
@@ -57,6 +59,7 @@ _HOME = {
     "LoadOptions": "options",
     "LoadReport": "api.load",
     "Metadata": "metadata",
+    "NumpyPlatform": "builtin.numpy_platform",
     "PerRank": "values",
     "SaveOptions": "options",
     "ShardedTensor": "values",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from hyper_ckpt.contracts.platform import Platform, PlatformSpec
 from hyper_ckpt.contracts.store import StoreSpec
 from hyper_ckpt.hookspecs import hookimpl
@@ -11,10 +13,11 @@ def _no_world() -> int:
     return 0
 
 
+@functools.cache
 def _load_numpy() -> Platform:
-    from hyper_ckpt.builtin.numpy_platform import numpy_platform
+    from hyper_ckpt.builtin.numpy_platform import NumpyPlatform
 
-    return numpy_platform()
+    return NumpyPlatform()
 
 
 @hookimpl

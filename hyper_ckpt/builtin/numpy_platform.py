@@ -10,6 +10,7 @@ from hyper_ckpt.builtin.composite import CompositeTensors
 from hyper_ckpt.builtin.host_stager import HostStager
 from hyper_ckpt.builtin.numpy_tensors import NumpyTensors
 from hyper_ckpt.contracts.platform import ByteBuffer, Done, Mailbox, Pending, Platform, Ranks
+from hyper_ckpt.errors import PlatformError
 
 
 class DictMailbox(Mailbox):
@@ -70,11 +71,65 @@ class SingleRank(Ranks):
         return [ranks if ranks == (0,) else None for ranks in rank_sets]
 
 
-def numpy_platform(ranks: Ranks | None = None) -> Platform:
-    """A Platform over numpy arrays and `ShardedTensor`s of them.
+class OfflineRanks(Ranks):
+    """One rank of a world whose ranks never talk: converters, tests, jobs of one process per node without a network.
 
     Args:
-        ranks: the ranks it belongs to; None is a world of one.
+        rank: this rank's number.
+        world_size: number of ranks.
     """
-    tensors = CompositeTensors([NumpyTensors()])
-    return Platform("numpy", ranks or SingleRank(), tensors, HostStager(tensors))
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be from 0 to world_size - 1, not {rank} of {world_size}")
+        self._rank, self._world_size = rank, world_size
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    @property
+    def mailbox(self) -> Mailbox:
+        raise self._silent
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        raise self._silent
+
+    def gather_bytes(self, data: bytes) -> list[bytes] | None:
+        raise self._silent
+
+    def scatter_bytes(self, parts: Sequence[bytes] | None) -> bytes:
+        raise self._silent
+
+    def broadcast_into(self, buffers: Sequence[ByteBuffer], src: int, group: Any = None) -> Pending:
+        raise self._silent
+
+    def groups(self, rank_sets: Sequence[tuple[int, ...]]) -> list[Any]:
+        raise self._silent
+
+    @property
+    def _silent(self) -> PlatformError:
+        return PlatformError(
+            f"rank {self._rank} of {self._world_size} was only given as a number, there is no process group to talk "
+            "through: pass use_collectives=False"
+        )
+
+
+class NumpyPlatform(Platform):
+    """numpy arrays, and `ShardedTensor`s of them.
+
+    Args:
+        ranks: the ranks it belongs to; None makes them from `rank` and `world_size`.
+        rank: which rank of `world_size` this process plays, for saves and loads with `use_collectives=False`.
+        world_size: number of ranks; 1 is a world of its own, in which everything works.
+    """
+
+    def __init__(self, ranks: Ranks | None = None, *, rank: int = 0, world_size: int = 1) -> None:
+        if ranks is None:
+            ranks = OfflineRanks(rank, world_size) if (rank, world_size) != (0, 1) else SingleRank()
+        tensors = CompositeTensors([NumpyTensors()])
+        super().__init__("numpy", ranks, tensors, HostStager(tensors))

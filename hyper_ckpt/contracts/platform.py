@@ -215,6 +215,8 @@ class PlatformSpec:
             imported or not initialised. Imports nothing.
         load: the Platform of the default process group, the same instance while that group lives.
         install: the command that installs what `load` needs.
+        probe: "module:callable" that makes a `hyper_ckpt.testing.conformance.PlatformProbe`; imported only by
+            `hyper-ckpt conformance`.
     """
 
     name: str
@@ -222,6 +224,7 @@ class PlatformSpec:
     active: Callable[[], int]
     load: Callable[[], Platform]
     install: str
+    probe: str | None = None
 
 
 WHOLE_FINGERPRINT_BYTES = 1 << 20

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, overload
 
-from hyper_ckpt.builtin.numpy_platform import numpy_platform
+from hyper_ckpt.builtin.numpy_platform import NumpyPlatform
 from hyper_ckpt.contracts.platform import Platform, Ranks
 from hyper_ckpt.testing.thread_ranks import ThreadRanks, ThreadWorld, WorldBrokenError
 
@@ -44,7 +44,7 @@ def run_world(
     fn: Callable[[Platform], T],
     *,
     timeout: float = 60.0,
-    platform: PlatformFactory = numpy_platform,
+    platform: PlatformFactory = NumpyPlatform,
     return_exceptions: bool = False,
 ) -> list[T] | list[T | BaseException]:
     """Runs `fn(platform)` on every rank, each a thread with a platform of its own.

@@ -9,7 +9,7 @@ import pytest
 
 from hyper_ckpt.builtin.composite import CompositeTensors
 from hyper_ckpt.builtin.host_stager import BufferPool
-from hyper_ckpt.builtin.numpy_platform import numpy_platform
+from hyper_ckpt.builtin.numpy_platform import NumpyPlatform
 from hyper_ckpt.builtin.numpy_tensors import NumpyTensors, numpy_dtype, overlaps_itself
 from hyper_ckpt.contracts.platform import Done, LocalShard, TensorDescription
 from hyper_ckpt.dtypes import BY_NAME, TABLE
@@ -48,7 +48,7 @@ def views_of(name: str) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_dtype_both_ways(name: str) -> None:
-    stager = numpy_platform().stager
+    stager = NumpyPlatform().stager
     for array in views_of(name):
         assert TENSORS.describe(array) == TensorDescription(name, array.shape, Replicated())
         view = TENSORS.host_view(whole(array))
@@ -233,7 +233,7 @@ def test_the_pool_is_safe_for_threads() -> None:
 
 
 def test_a_world_of_one() -> None:
-    ranks = numpy_platform().ranks
+    ranks = NumpyPlatform().ranks
     assert (ranks.rank, ranks.world_size) == (0, 1)
     assert ranks.all_gather_object("x") == ["x"]
     assert ranks.gather_bytes(b"x") == [b"x"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hyper_ckpt import FileSystemReader, LoadOptions, PerRank, SaveOptions, ShardedTensor, load, read, save, use, verify
-from hyper_ckpt.builtin.numpy_platform import numpy_platform
+from hyper_ckpt.builtin.numpy_platform import NumpyPlatform
 from hyper_ckpt.contracts.codec import Codec
 from hyper_ckpt.contracts.platform import Platform, PlatformSpec
 from hyper_ckpt.contracts.store import StoreSpec
@@ -347,7 +347,7 @@ def test_a_broken_plugin_does_not_hide_the_others(tmp_path: Path) -> None:
 
 def test_load_options_do_not_leak_between_calls(saved: Path, tmp_path: Path) -> None:
     """A failed call changes nothing for the next one on the same platform."""
-    platform = numpy_platform()
+    platform = NumpyPlatform()
     with pytest.raises(CheckpointNotFoundError):
         load({"a": 1}, tmp_path / "no", platform=platform, options=LoadOptions(broadcast_batch_bytes=1))
     into = target()

@@ -19,7 +19,7 @@ from hyper_ckpt import (
     load,
     save,
 )
-from hyper_ckpt.builtin.numpy_platform import numpy_platform
+from hyper_ckpt.builtin.numpy_platform import NumpyPlatform
 from hyper_ckpt.contracts.platform import Mailbox, Platform, Ranks
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.errors import CheckpointError, RankFailedError, StoreError, UnsupportedTypeError
@@ -316,7 +316,7 @@ def test_a_verdict_stays_until_every_rank_has_read_it(tmp_path: Path) -> None:
     def slow_rank_1(ranks: Ranks) -> Platform:
         if ranks.rank == 1:
             ranks._mailbox = Slow(ranks.mailbox, 0.3)  # type: ignore[attr-defined]
-        return numpy_platform(ranks)
+        return NumpyPlatform(ranks)
 
     def rank_main(platform: Platform) -> BaseException:
         rank = platform.ranks.rank

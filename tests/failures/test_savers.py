@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hyper_ckpt import LoadOptions, load, read, save, verify
-from hyper_ckpt.builtin.numpy_platform import numpy_platform
+from hyper_ckpt.builtin.numpy_platform import NumpyPlatform
 from hyper_ckpt.contracts.platform import Platform
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.errors import (
@@ -73,7 +73,7 @@ def test_of_two_savers_one_wins(tmp_path: Path, overwrite: bool) -> None:
         url = meeting(path, threading.Barrier(2))
         outcomes = in_threads(
             *(
-                lambda step=step, url=url: save(part(step), url, platform=numpy_platform(), overwrite=overwrite)
+                lambda step=step, url=url: save(part(step), url, platform=NumpyPlatform(), overwrite=overwrite)
                 for step in (2, 3)
             )
         )
@@ -109,7 +109,7 @@ def test_a_saver_without_overwrite_loses_to_one_that_was_faster(tmp_path: Path) 
 
     def hook(kind: str, name: str) -> None:
         if kind == "close":
-            save(part(2), path, platform=numpy_platform())
+            save(part(2), path, platform=NumpyPlatform())
 
     with pytest.raises(CheckpointReplacedError):
         save({"a": np.ones(3)}, through(path, lambda s: Hooked(s, hook)), no_dist=True)
@@ -129,14 +129,14 @@ def test_readers_get_old_or_new_whole_while_savers_overwrite(tmp_path: Path) -> 
         step = 1
         while time.monotonic() < end:
             step += 1
-            save(part(step), path, platform=numpy_platform(), overwrite=True, durable=False)
+            save(part(step), path, platform=NumpyPlatform(), overwrite=True, durable=False)
             counts["saves"] += 1
         done.set()
 
     def loader() -> None:
         while not done.is_set():
             into = target()
-            load(into, path, platform=numpy_platform())
+            load(into, path, platform=NumpyPlatform())
             assert same(into, part(into["step"]))
             counts["loads"] += 1
 
@@ -168,7 +168,7 @@ def test_a_shared_load_begins_again_when_the_checkpoint_is_replaced(tmp_path: Pa
     class Replacing(WrapperStore):
         def before(self, operation: Operation, part: Any) -> None:
             if operation.kind == "read" and operation.offset > 0 and replaced.acquire(blocking=False):
-                save(states[1], path, platform=numpy_platform(), overwrite=True)
+                save(states[1], path, platform=NumpyPlatform(), overwrite=True)
 
     def rank_main(platform: Platform) -> int:
         where = through(path, Replacing) if platform.ranks.rank == on else path
