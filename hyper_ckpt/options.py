@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 Verify = Literal["off", "during", "before"]
+KeyMap = Mapping[str, str] | Callable[[str], str | Sequence[str] | None]
 Strict = bool | Literal["exact"]
 
 DEFAULT_TIMEOUT = 1800.0
@@ -23,11 +25,17 @@ class SaveOptions:
         allow_pickle: pickle values that no codec knows. The load must say it too.
         leftover_age: seconds after which the files of a save that died may be removed by a save to the
             same path.
+        save_token: for `use_collectives=False` on several ranks: what makes their files one save. Equal on all
+            ranks, and never used again, not even for a second attempt at the same step.
+        progress: show how far a long save is: on a terminal a bar, else a log line now and then. Also
+            HYPER_CKPT_PROGRESS=0.
     """
 
     conflicts: Literal["warn", "error"] = "warn"
     allow_pickle: bool = False
     leftover_age: float = LEFTOVER_AGE
+    save_token: str | None = None
+    progress: bool = field(default=True, repr=False)  # not in what ranks compare: they may differ in it
 
     def __post_init__(self) -> None:
         if self.conflicts not in ("warn", "error") or self.leftover_age < 0:
@@ -42,10 +50,15 @@ class LoadOptions:
         allow_pickle: unpickle values saved with `allow_pickle`. Runs code from the checkpoint: only for
             checkpoints you trust.
         broadcast_batch_bytes: bytes that one rank reads before it passes them on, where reads are shared.
+        progress: as for a save.
+        map_keys: the saved name of a name in the target, where they differ: a dict, or a function that returns a
+            name, several of which the first that was saved is taken, or None. `LoadReport.mapped` says what matched.
     """
 
     allow_pickle: bool = False
     broadcast_batch_bytes: int = 64 << 20
+    progress: bool = field(default=True, repr=False)  # not in what ranks compare: they may differ in it
+    map_keys: KeyMap | None = field(default=None, repr=False)  # what comes of it is compared instead
 
     def __post_init__(self) -> None:
         if self.broadcast_batch_bytes < 1:

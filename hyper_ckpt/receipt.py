@@ -14,6 +14,9 @@ from hyper_ckpt.errors import ManifestError
 BLOCK_BYTES = 524_288
 """Digested blocks count from a piece's start; the last may be shorter."""
 
+MAX_RECEIPT_BYTES = 4 << 30
+"""A receipt is read whole. It takes some 35 bytes a block of 512 KiB, and 50 a piece."""
+
 ZERO_DIGEST = "0" * 32
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
@@ -42,8 +45,30 @@ class PieceRecord(msgspec.Struct, frozen=True, array_like=True):
         return np.frombuffer(bytes.fromhex(self.digests), ">u8").astype(np.uint64)
 
 
-class Receipt(msgspec.Struct, frozen=True):
-    """What a rank wrote. `payloads` maps names to piece numbers; `digest` is over the receipt, its digits zeroed."""
+class LocalPart(msgspec.Struct, frozen=True):
+    """What a rank that talked to no other says of its part: what a manifest would say of it.
+
+    Args:
+        created: seconds since the epoch.
+        library: the release that wrote it.
+        state: the rank's nested state; `user` its user metadata, as a state. JSON.
+        tensors: name, dtype, global shape.
+        chunks: the first pieces of the receipt, in order: number of the tensor, offsets, sizes.
+        ties: names that are the memory of another, with that name.
+    """
+
+    created: float
+    library: str
+    state: msgspec.Raw
+    user: msgspec.Raw
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
+    chunks: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
+    ties: dict[str, str]
+
+
+class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a rank wrote. `payloads` maps names to piece numbers; `digest` is over the receipt, its digits zeroed;
+    `description` is there if the ranks did not talk, and no manifest speaks for them."""
 
     format: str
     version: int
@@ -55,6 +80,7 @@ class Receipt(msgspec.Struct, frozen=True):
     files: tuple[FileRecord, ...]
     pieces: tuple[PieceRecord, ...]
     payloads: dict[str, int]
+    description: LocalPart | None = None
 
 
 RECEIPT_FORMAT = "hyper-ckpt-receipt"
@@ -92,13 +118,13 @@ def encode_receipt(receipt: Receipt) -> tuple[bytes, str]:
     return seal(msgspec.json.encode(msgspec.structs.replace(receipt, digest=ZERO_DIGEST)))
 
 
-def decode_receipt(data: bytes, expected_digest: str, what: str) -> Receipt:
-    """Reads and checks a receipt.
+def decode_receipt(data: bytes, expected_digest: str | None, what: str) -> Receipt:
+    """Reads and checks a receipt. `expected_digest` is what the manifest says, None where there is no manifest.
 
     Raises:
         ManifestError: damaged, hostile, or not the one the manifest speaks of.
     """
-    if check_seal(data, what) != expected_digest:
+    if check_seal(data, what) != expected_digest and expected_digest is not None:
         raise ManifestError(f"{what} is not the receipt that the manifest lists: files of two saves are mixed")
     try:
         receipt = msgspec.json.decode(data, type=Receipt)

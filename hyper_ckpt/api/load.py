@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from hyper_ckpt.api.common import CheckpointId, operation, resolve_id, resolve_platform, settle
+from hyper_ckpt.agreement import Operation
+from hyper_ckpt.api.common import (
+    CheckpointId,
+    operation,
+    resolve_id,
+    resolve_platform,
+    settle,
+)
 from hyper_ckpt.api.loading import LoadCall, Loading, LoadReport
+from hyper_ckpt.api.reporting import Reporter
+from hyper_ckpt.builtin.numpy_platform import SingleRank
 from hyper_ckpt.contracts.placement import StorageReader
 from hyper_ckpt.contracts.planner import LoadPlanner
 from hyper_ckpt.contracts.platform import Platform
@@ -23,9 +32,10 @@ def load(
     checkpoint_id: CheckpointId | None = None,
     *,
     storage_reader: StorageReader | None = None,
-    planner: LoadPlanner | None = None,
+    planner: LoadPlanner | str | None = None,
     platform: Platform | str | None = None,
     no_dist: bool = False,
+    use_collectives: bool = True,
     strict: Strict = True,
     verify: Verify = "during",
     share_reads: bool = True,
@@ -43,9 +53,11 @@ def load(
         state_dict: what to load, with targets in place.
         checkpoint_id: path or URL of the checkpoint.
         storage_reader: finds chunks; with `checkpoint_id`, `storage_reader.at(checkpoint_id)` is used.
-        planner: decides what is loaded into what.
+        planner: decides what is loaded into what; a planner, or the name of one that a plugin announces.
         platform: a Platform or its name; None finds it from the state.
         no_dist: this process loads alone, whatever runs.
+        use_collectives: False: ranks do not talk, and each reads for itself what it wants, its own copy where it
+            saved one. Any checkpoint can be loaded so. Errors are one rank's own.
         strict: True refuses missing keys and differing shapes, dtypes and containers before any data is read;
             "exact" refuses unexpected keys too; False loads what matches.
         verify: "during" checks every block while it is read (a damaged one is found after earlier ones were
@@ -66,8 +78,6 @@ def load(
         ValueError: neither checkpoint_id nor a reader with a path was given, or an option is none of those above.
     """
     chosen = resolve_platform(platform, state_dict, no_dist)
-    # From here on the ranks count this call, so that one which fails at once stays in step with the others.
-    this = operation(chosen, timeout, f"load {checkpoint_id!r}")
 
     def resolve() -> LoadCall:
         where = resolve_id(checkpoint_id, storage_reader.checkpoint_id if storage_reader else None, "storage_reader")
@@ -76,16 +86,24 @@ def load(
             chosen,
             registry().store(where),
             (storage_reader or FileSystemReader()).at(where),
-            planner or StandardLoadPlanner(),
+            (registry().load_planner(planner) if isinstance(planner, str) else planner) or StandardLoadPlanner(),
             options or LoadOptions(),
             strict,
             verify,
-            share_reads and chosen.ranks.world_size > 1,
+            share_reads and use_collectives and chosen.ranks.world_size > 1,
             threads or default_threads(),
             max_host_bytes,
         )
 
-    return Loading(settle(this, resolve), this).run(state_dict)
+    if use_collectives:
+        # From here on the ranks count this call, so that one which fails at once stays in step with the others.
+        this = operation(chosen, timeout, f"load {checkpoint_id!r}")
+    else:
+        this = Operation(SingleRank(), 0, timeout)
+    call = settle(this, resolve)
+    quiet = not call.options.progress
+    with Reporter("load", call.store.url, chosen, quiet, registry().observers()) as reporter:
+        return Loading(call, this, reporter).run(state_dict)
 
 
 def _check_choices(strict: Strict, verify: Verify) -> None:

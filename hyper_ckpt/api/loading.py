@@ -15,7 +15,8 @@ import numpy as np
 from hyper_ckpt import errors
 from hyper_ckpt.agreement import Operation, StoppedError, broadcast_bytes
 from hyper_ckpt.api.common import RememberedTensors, all_tensors, attempt, few, tensor_test
-from hyper_ckpt.api.matching import Match, Matcher, refuse_unexpected, wanted_by_none
+from hyper_ckpt.api.matching import Match, Matcher, count_votes, refuse_unexpected
+from hyper_ckpt.api.reporting import Reporter
 from hyper_ckpt.columns import Columns, Located
 from hyper_ckpt.contracts.placement import StorageReader
 from hyper_ckpt.contracts.planner import LoadPlanner, OwnBoxes, PlanContext
@@ -51,6 +52,7 @@ class LoadReport:
         bytes_received: bytes of tensors that other ranks read for it.
         peak_host_bytes: the most host memory held besides the target.
         seconds: per phase.
+        mapped: names of the target that `map_keys` found, with the saved names.
     """
 
     loaded: tuple[str, ...]
@@ -62,6 +64,7 @@ class LoadReport:
     bytes_received: int
     peak_host_bytes: int
     seconds: dict[str, float]
+    mapped: dict[str, str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +99,8 @@ class LoadCall:
 class Loading:
     """One load on one rank."""
 
-    def __init__(self, call: LoadCall, operation: Operation) -> None:
-        self._call, self._operation = call, operation
+    def __init__(self, call: LoadCall, operation: Operation, reporter: Reporter) -> None:
+        self._call, self._operation, self._reporter = call, operation, reporter
         self._ranks = call.platform.ranks
         self._tensors = RememberedTensors(all_tensors(call.platform))
         self._context = PlanContext(self._tensors, self._ranks.rank, self._ranks.world_size)
@@ -137,7 +140,7 @@ class Loading:
 
         with self._phase("metadata"):
             self._operation.agree("reading the manifest", decide=read)
-            if self._ranks.world_size == 1:
+            if self._operation.ranks.world_size == 1:
                 return found[0]
             manifest, error = attempt(lambda: self._share(found))
             self._operation.agree("sharing the manifest", error=error)
@@ -159,6 +162,7 @@ class Loading:
         self._kept.clear()
         with self._phase("plan"):
             match = self._match(flat, manifest)
+            manifest = match.manifest or manifest
             stored = Stored(self._call.store, manifest, self._call.verify != "off")
             loader = self.plan(skeleton(flat.tree), manifest, match, stored)
         with self._phase("read"):
@@ -167,6 +171,7 @@ class Loading:
             if error is not None:
                 self._operation.stop()
             self._operation.agree("loading", b"1" * stopped, None if stopped else error, _refuse_stopped, last=True)
+        self._reporter.finished("loaded", sum(f.size for f in manifest.files) if self._ranks.rank == 0 else 0)
         self._warn(match, flat)
         return LoadReport(
             tuple(sorted(match.wanted)),
@@ -178,16 +183,18 @@ class Loading:
             loader.counts.received,
             loader.counts.peak_host_bytes,
             self._seconds,
+            dict(match.mapped),
         )
 
     def _match(self, flat: FlatState, manifest: Manifest) -> Match:
         """Compares the target with the checkpoint, on all ranks."""
         call = self._call
-        match, error = attempt(lambda: Matcher(flat, manifest, self._context, call.strict).run(call.planner))
-        own = match.pack_unexpected() if match else b""
-        unwanted = self._operation.agree("comparing the state with the checkpoint", own, error, wanted_by_none)
+        matcher = Matcher(flat, manifest, self._context, call.strict, call.options.map_keys)
+        match, error = attempt(lambda: matcher.run(call.planner))
+        own = match.vote() if match else b""
+        verdict = self._operation.agree("comparing the state with the checkpoint", own, error, count_votes)
         assert match is not None
-        match.keep_unwanted(unwanted)
+        match.hear(verdict)
         if call.strict == "exact":
             refuse_unexpected(match.unexpected, manifest.checkpoint)
         return match
@@ -206,7 +213,8 @@ class Loading:
     def _loader(self, description: Description, manifest: Manifest, match: Match, stored: Stored) -> Loader:
         """Shares out the reads, finds the stored pieces, and checks the files that hold them."""
         call, rank, planner = self._call, self._ranks.rank, self._call.planner
-        world = self._operation.exchange(description) if call.share_reads else None
+        # Ranks that mapped names differently may mean different tensors by one name: then each reads for itself.
+        world = self._operation.exchange(description) if call.share_reads and match.alike else None
         # Of names that are one memory, only the first is read. A rank whose part is empty cannot tell that they
         # are: where reads are shared, all ranks must leave out the same.
         ties = match.ties if world is None else world.ties
@@ -234,7 +242,9 @@ class Loading:
             call.options.broadcast_batch_bytes,
             call.threads,
             call.max_host_bytes,
+            self._reporter.progress,
         )
+        self._reporter.agreed(int(columns.nbytes().sum()))
         loader = Loader(job, DEFAULT_MAX_HOST_BYTES)
         if call.verify == "before":
             loader.verify_first()
@@ -299,7 +309,9 @@ class Loading:
 
     def _warn(self, match: Match, flat: FlatState) -> None:
         left_out = match.left_out(flat)
-        if left_out and self._call.strict is True and self._ranks.rank == 0:
+        # Ranks that do not talk cannot tell what nobody wants: other ranks have other stages of a pipeline.
+        knows = self._ranks.rank == 0 and self._operation.ranks.world_size == self._ranks.world_size
+        if left_out and self._call.strict is True and knows:
             warnings.warn(
                 f"{len(left_out)} saved values were not loaded, since the target has no place for them: "
                 f"{few([*map(repr, left_out)])}. Create them first (an optimizer has no state before its first step), "

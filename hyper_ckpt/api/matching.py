@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
+import xxhash
 
 from hyper_ckpt import errors
 from hyper_ckpt.api.common import state_of
 from hyper_ckpt.contracts.planner import LoadPlanner, PlanContext
 from hyper_ckpt.errors import StateMismatchError, TargetError
 from hyper_ckpt.manifest import Manifest
-from hyper_ckpt.options import Strict
+from hyper_ckpt.options import KeyMap, Strict
 from hyper_ckpt.planning.describe import describe_tensor, find_ties, local_shards
 from hyper_ckpt.state import FlatState, Node, compare, select
+from hyper_ckpt.state.rename import Renamed, rename
 from hyper_ckpt.state.tree import KeyedNode
 from hyper_ckpt.state.walk import all_names, values_by_kind
 
@@ -33,6 +37,9 @@ class Match:
         ties: names that are the memory of another name.
         values: names of the target's other leaves.
         names: every saved name, the same on all ranks.
+        manifest: the checkpoint's, under the target's names.
+        mapped: the saved names of those of the target's that `map_keys` found under another one.
+        alike: whether all ranks mapped alike, so that a name means the same on each.
     """
 
     saved: Node
@@ -45,6 +52,9 @@ class Match:
     ties: dict[str, str] = field(default_factory=dict)
     values: frozenset[str] = frozenset()
     names: tuple[str, ...] = ()
+    manifest: Manifest | None = None
+    mapped: Mapping[str, str] = field(default_factory=dict)
+    alike: bool = True
 
     def left_out(self, flat: FlatState) -> list[str]:
         """Unexpected names inside something that the target has: it wants that, but not all of it."""
@@ -52,31 +62,42 @@ class Match:
         roots = set(flat.tree.k)
         return [name for name in self.unexpected if "/" in name and name.partition("/")[0] in roots]
 
-    def pack_unexpected(self) -> bytes:
-        """One bit for every saved name: whether this rank does not want it."""
+    def vote(self) -> bytes:
+        """A digest of how names were mapped, and one bit for every saved name: whether this rank does not want it."""
         unexpected = set(self.unexpected)
-        return bytes(np.packbits(np.array([name in unexpected for name in self.names], bool)))
+        digest = xxhash.xxh3_64_digest(msgspec.msgpack.encode(sorted(self.mapped.items())))
+        return digest + bytes(np.packbits(np.array([name in unexpected for name in self.names], bool)))
 
-    def keep_unwanted(self, unwanted: bytes) -> None:
+    def hear(self, verdict: bytes) -> None:
+        """Takes what came of all votes."""
+        self.alike = verdict[:1] == b"1"
+        self._keep_unwanted(verdict[1:])
+
+    def _keep_unwanted(self, unwanted: bytes) -> None:
         """Of the unexpected names, keeps those that no rank wants: other ranks want other stages of a pipeline."""
         bits = np.unpackbits(np.frombuffer(unwanted, np.uint8), count=len(self.names))
         self.unexpected = [name for name, bit in zip(self.names, bits, strict=True) if bit]
 
 
-def wanted_by_none(votes: list[bytes]) -> bytes:
-    """The names that every rank's `pack_unexpected` has."""
-    return bytes(np.bitwise_and.reduce([np.frombuffer(v, np.uint8) for v in votes]))
+def count_votes(votes: list[bytes]) -> bytes:
+    """Whether all mapped names alike, and the saved names that nobody wants."""
+    alike = len({vote[:8] for vote in votes}) == 1
+    unwanted = np.bitwise_and.reduce([np.frombuffer(vote[8:], np.uint8) for vote in votes])
+    return (b"1" if alike else b"0") + bytes(unwanted)
 
 
 class Matcher:
     """Compares one rank's target with a checkpoint.
 
     Args:
-        strict: see `load`.
+        strict, map_keys: see `load`.
     """
 
-    def __init__(self, flat: FlatState, manifest: Manifest, context: PlanContext, strict: Strict) -> None:
-        self._flat, self._manifest, self._context, self._strict = flat, manifest, context, strict
+    def __init__(
+        self, flat: FlatState, manifest: Manifest, context: PlanContext, strict: Strict, map_keys: KeyMap | None
+    ) -> None:
+        self._flat, self._manifest, self._context = flat, manifest, context
+        self._strict, self._map_keys = strict, map_keys
         self._problems: dict[str, list[str]] = {}
 
     def run(self, planner: LoadPlanner) -> Match:
@@ -89,7 +110,17 @@ class Matcher:
         tree = state_of(self._manifest)
         chosen = select(tree, self._context.rank)
         values = frozenset(values_by_kind(self._flat.tree))
-        match = Match(chosen.tree, chosen.borrowed, values=values, names=tuple(all_names(tree)))
+        renamed = self._rename(chosen.tree)
+        self._manifest = self._manifest.renamed(renamed.moved)
+        match = Match(
+            renamed.tree,
+            chosen.borrowed,
+            unexpected=list(renamed.hidden),
+            values=values,
+            names=tuple(all_names(tree)),
+            manifest=self._manifest,
+            mapped=renamed.moved,
+        )
         misfits = self._compare_trees(match)
         for name, value in self._flat.tensors.items():
             if name in misfits or name not in self._manifest.tensors:
@@ -103,6 +134,19 @@ class Matcher:
             raise_problems(self._problems, self._manifest.checkpoint)
         self._acquire(match, planner)
         return match
+
+    def _rename(self, saved: Node) -> Renamed:
+        map_keys = self._map_keys
+        if map_keys is None:
+            return Renamed(saved, {})
+        known = set(all_names(saved))
+
+        def source_of(name: str) -> str | None:
+            found = map_keys.get(name) if isinstance(map_keys, Mapping) else map_keys(name)
+            candidates = [found] if isinstance(found, str) else found or ()
+            return next((each for each in candidates if each in known), None)
+
+        return rename(saved, self._flat.tree, source_of)
 
     def _compare_trees(self, match: Match) -> set[str]:
         """Notes what differs; returns the names where kinds differ."""

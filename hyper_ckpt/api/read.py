@@ -8,6 +8,7 @@ from typing import Any
 from hyper_ckpt.api.common import CheckpointId, all_tensors, operation, resolve_id, resolve_platform, state_of
 from hyper_ckpt.api.loading import MAX_ATTEMPTS, LoadCall, Loading
 from hyper_ckpt.api.matching import Match
+from hyper_ckpt.api.reporting import Reporter
 from hyper_ckpt.api.views import metadata_of
 from hyper_ckpt.contracts.placement import StorageReader
 from hyper_ckpt.contracts.platform import Platform, TensorDescription
@@ -78,18 +79,19 @@ def read(
         None,
     )
     wanted = [keys] if isinstance(keys, str) else keys
-    for attempts_left in reversed(range(MAX_ATTEMPTS)):
-        manifest = reader.load_metadata(store)
-        try:
-            return _build(call, manifest, wanted)
-        except MissingFileError:
-            # As for a load: it may have been replaced meanwhile.
-            if not attempts_left or reader.load_metadata(store).save_id == manifest.save_id:
-                raise
+    with Reporter("load", store.url, chosen, not call.options.progress, registry().observers()) as reporter:
+        for attempts_left in reversed(range(MAX_ATTEMPTS)):
+            manifest = reader.load_metadata(store)
+            try:
+                return _build(call, manifest, wanted, reporter)
+            except MissingFileError:
+                # As for a load: it may have been replaced meanwhile.
+                if not attempts_left or reader.load_metadata(store).save_id == manifest.save_id:
+                    raise
     raise AssertionError("unreachable")
 
 
-def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None) -> dict[Any, Any]:
+def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None, reporter: Reporter) -> dict[Any, Any]:
     chosen, tensors = call.platform, all_tensors(call.platform)
     tree = select(state_of(manifest), 0).tree
     if keys is not None:
@@ -99,13 +101,13 @@ def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None) -> di
             names = ", ".join(map(repr, absent))
             raise MissingKeyError(f"{where} has no {names}: see `hyper-ckpt show {where}`", absent)
     stored = [manifest.tensor(name) for name in tensor_names(tree)]
-    loading = Loading(call, operation(chosen, DEFAULT_TIMEOUT, "read"))
+    loading = Loading(call, operation(chosen, DEFAULT_TIMEOUT, "read"), reporter)
     files = Stored(call.store, manifest, call.verify != "off")
     # What the manifest says is not believed before the files are there: no memory is taken for less.
     files.check_files(sorted({int(n) for t in stored for n in t.copies[0].file}))
     targets = {t.name: tensors.empty(TensorDescription(t.dtype, t.shape, Replicated())) for t in stored}
     loading.plan(skeleton(tree), manifest, Match(tree, wanted=dict(targets)), files).run()
-    return rebuild(
+    state = rebuild(
         tree,
         tensor=targets.__getitem__,
         payload=lambda name: next(
@@ -116,3 +118,5 @@ def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None) -> di
         codecs=registry().codecs(),
         allow_pickle=call.options.allow_pickle,
     )
+    reporter.finished("loaded", sum(f.size for f in manifest.files))
+    return state

@@ -1,12 +1,11 @@
-"""The story of a save on one rank: flatten, agree, plan, write, commit."""
+"""The story of a save on one rank: prepare, agree, plan, write, commit."""
 
 from __future__ import annotations
 
 import secrets
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,65 +13,20 @@ import numpy as np
 import xxhash
 
 from hyper_ckpt.agreement import Operation
-from hyper_ckpt.api.common import (
-    RememberedTensors,
-    all_tensors,
-    attempt,
-    few,
-    tensor_test,
-)
+from hyper_ckpt.api.common import attempt, few
+from hyper_ckpt.api.reporting import Reporter
 from hyper_ckpt.api.views import metadata_of, own_metadata
-from hyper_ckpt.box import offsets_inside
+from hyper_ckpt.api.writing import Part, Prepared, Report, SaveCall, Written, plan_digest
 from hyper_ckpt.columns import Columns, Placed
-from hyper_ckpt.contracts.placement import FilePlan, StorageWriter
-from hyper_ckpt.contracts.planner import PlanContext, SavePlanner
-from hyper_ckpt.contracts.platform import LocalShard, Platform
-from hyper_ckpt.contracts.store import ByteStore
-from hyper_ckpt.description import Description, World, with_base_load, without
-from hyper_ckpt.engine.budget import Budget
+from hyper_ckpt.description import World, with_base_load, without
 from hyper_ckpt.engine.commit import Previous, discard_failed, look, publish, remove_leftovers
-from hyper_ckpt.engine.save import SaveJob, Source, WritePiece, WriteResult, staging_bytes, write
-from hyper_ckpt.engine.stage import to_host
-from hyper_ckpt.errors import ConflictError, PlanError, UnsupportedTypeError
-from hyper_ckpt.manifest import VERSION, Manifest, ManifestContent, chunk_starts, encode_manifest
+from hyper_ckpt.errors import ConflictError, PlanError
+from hyper_ckpt.manifest import Manifest, ManifestContent, encode_manifest
 from hyper_ckpt.metadata import Metadata
-from hyper_ckpt.options import DEFAULT_MAX_HOST_BYTES, SaveOptions
 from hyper_ckpt.planning.share import table_of
-from hyper_ckpt.receipt import FileRecord
-from hyper_ckpt.registry import registry
-from hyper_ckpt.state import FlatState, Node, decode_tree, encode_tree, flatten, merge, skeleton, values_digest
-from hyper_ckpt.state.walk import blob_owners, tensor_names, values_by_kind
+from hyper_ckpt.state import Node, decode_tree, encode_tree, merge, values_digest
+from hyper_ckpt.state.walk import blob_owners, tensor_names
 from hyper_ckpt.version import VERSION as LIBRARY_VERSION
-
-
-@dataclass(frozen=True, eq=False)
-class SaveCall:
-    """The arguments of a save, resolved."""
-
-    platform: Platform
-    store: ByteStore
-    writer: StorageWriter
-    planner: SavePlanner
-    options: SaveOptions
-    overwrite: bool
-    durable: bool
-    threads: int
-    max_host_bytes: int | None
-    user_metadata: Any
-
-    def agreed_options(self) -> dict[str, str]:
-        """What must be equal on all ranks."""
-        names = ("options", "overwrite", "durable", "max_host_bytes")
-        return {
-            "call": "save",
-            "checkpoint_id": self.store.url,
-            "platform": self.platform.name,
-            "format version": str(VERSION),
-            "planner": self.planner.identity(),
-            "storage_writer": self.writer.identity(),
-            **{name: repr(getattr(self, name)) for name in names},
-        }
-
 
 T = TypeVar("T")
 
@@ -87,32 +41,12 @@ class _Decision(msgspec.Struct, frozen=True, array_like=True):
     loose: bool
 
 
-class _Report(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells rank 0 when it has written."""
-
-    files: tuple[FileRecord, ...]
-    receipt: str
-    plan: bytes
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """What a rank knows before it talks to others."""
-
-    flat: FlatState
-    description: Description
-    user: bytes
-
-
 class Saving:
     """One save on one rank."""
 
-    def __init__(self, call: SaveCall, operation: Operation) -> None:
-        self._call, self._operation = call, operation
-        self._ranks = call.platform.ranks
-        self._context = PlanContext(
-            RememberedTensors(all_tensors(call.platform)), self._ranks.rank, self._ranks.world_size
-        )
+    def __init__(self, call: SaveCall, operation: Operation, reporter: Reporter) -> None:
+        self._call, self._operation, self._reporter = call, operation, reporter
+        self._ranks, self._part = call.platform.ranks, Part(call)
         self._previous = Previous(None, (), None)
         # What only rank 0 knows.
         self._tree: Node = None
@@ -121,7 +55,7 @@ class Saving:
 
     def run(self, state: dict[Any, Any]) -> Metadata:
         """The story: prepare, meet, exchange, decide, write, publish."""
-        prepared, error = attempt(lambda: self._prepare(state))
+        prepared, error = attempt(lambda: self._part.prepare(state))
         self._operation.meet(self._call.agreed_options(), error)
         assert prepared is not None
         exchanged, error = attempt(
@@ -138,6 +72,8 @@ class Saving:
                 prepared, planned, self._ranks.scatter_bytes(parts) if decision.loose else b"", decision
             )
         )
+        if written:
+            self._reporter.staged()
         report = written.report() if written else b""
         try:
             self._operation.agree(
@@ -149,27 +85,11 @@ class Saving:
                 discard_failed(self._call.store, written.result.names, decision.save_id)
             raise
         assert written is not None
+        total = sum(f.size for f in self._manifest.files) if self._manifest else 0
+        self._reporter.finished("durable" if self._call.durable else "published", total)
         return self._metadata(written, decision, world.ties)
 
-    def _prepare(self, state: dict[Any, Any]) -> _Prepared:
-        platform, tensors = self._call.platform, self._context.tensors
-        flat = flatten(
-            state,
-            is_tensor=tensor_test(tensors),
-            codecs=registry().codecs(),
-            allow_pickle=self._call.options.allow_pickle,
-            to_host=lambda v: to_host(tensors, platform.stager, v),
-        )
-        # Built-in codecs only: metadata must be readable where no plugin is installed.
-        user = flatten({"user": self._call.user_metadata}, is_tensor=lambda _: False)
-        if user.blobs or "per_rank" in values_by_kind(user.tree).values():
-            raise UnsupportedTypeError(
-                "user_metadata must be a plain value below 64 KiB: put larger things into the state"
-            )
-        description = self._call.planner.build_local_plan(flat.tensors, skeleton(flat.tree), self._context)
-        return _Prepared(flat, description, encode_tree(user.tree))
-
-    def _gather_trees(self, prepared: _Prepared) -> list[tuple[list[int], bytes]]:
+    def _gather_trees(self, prepared: Prepared) -> list[tuple[list[int], bytes]]:
         """At rank 0, the distinct trees, encoded, with their ranks: one of each is sent."""
         kind = xxhash.xxh3_128_digest(prepared.description.structure.skeleton)
         digests = self._ranks.all_gather_object(values_digest(prepared.flat.tree) + kind)
@@ -205,56 +125,18 @@ class Saving:
             raise ConflictError(f'{text}. Wrap values that belong to a rank in PerRank, or save with conflicts="warn"')
         warnings.warn(f"{text}: the checkpoint {kept}. Wrap values that belong to a rank in PerRank", stacklevel=8)
 
-    def _write(self, prepared: _Prepared, world: World, loose: bytes, decision: _Decision) -> _Written:
+    def _write(self, prepared: Prepared, world: World, loose: bytes, decision: _Decision) -> Written:
         """Plans this rank's share, as rank 0 does for all, and writes it."""
-        call, rank = self._call, self._ranks.rank
-        columns = call.planner.finalize_plan(world, Columns.unpack(table_of(world), loose), rank)
-        placed = call.writer.place(columns, decision.save_id)
+        rank = self._ranks.rank
+        columns = self._call.planner.finalize_plan(world, Columns.unpack(table_of(world), loose), rank)
         payloads = dict(prepared.flat.payloads)
         payloads |= {name: prepared.flat.blobs[name] for name, owner in decision.blobs if owner == rank}
-        sizes = [(name, len(data)) for name, data in payloads.items()]
-        plans = call.writer.files(columns, placed, rank, decision.save_id, sizes)
-        pieces = [*self._pieces(prepared.flat, columns, placed, plans), *_payload_pieces(plans, payloads)]
-        limit = call.max_host_bytes
-        if limit is None:
-            limit = max(DEFAULT_MAX_HOST_BYTES, staging_bytes(pieces))
-        job = SaveJob(
-            call.store,
-            call.platform.stager,
-            plans,
-            pieces,
-            decision.save_id,
-            rank,
-            self._ranks.world_size,
-            call.threads,
-            Budget(limit),
-            call.durable,
-        )
-        result = write(job)
-        return _Written(result, columns, placed, prepared)
+        return self._part.write(prepared, columns, decision.save_id, payloads, self._reporter)
 
-    def _pieces(self, flat: FlatState, columns: Columns, placed: Placed, plans: list[FilePlan]) -> Iterator[WritePiece]:
-        """The chunks with the memory that they come from."""
-        table, sizes = columns.table, columns.nbytes()
-        plan_of = {plan.name: i for i, plan in enumerate(plans)}
-        starts = chunk_starts(columns, placed)
-        shards: dict[int, list[tuple[LocalShard, Any]]] = {}
-        for row in range(len(columns)):
-            number = int(columns.tensor[row])
-            name = table.names[number]
-            if number not in shards:
-                own = self._call.planner.get_data(flat.tensors, name, self._context)
-                shards[number] = [(s, self._context.tensors.host_view(s)) for s in own]
-            offsets, box_sizes = columns.box(row)
-            shard, view, low = _holding(shards[number], name, offsets, box_sizes)
-            source = Source(shard, table.dtypes[number], view, low, box_sizes)
-            file = plan_of[placed.files[int(placed.entry_file[placed.entry[row]])]]
-            yield WritePiece(name, file, int(starts[row]), int(sizes[row]), source)
-
-    def _publish(self, votes: list[bytes], prepared: _Prepared, ties: Mapping[str, str], decision: _Decision) -> bytes:
+    def _publish(self, votes: list[bytes], prepared: Prepared, ties: Mapping[str, str], decision: _Decision) -> bytes:
         """At rank 0, when all have written: compares what was written with the plan, and commits."""
         call = self._call
-        reports = [msgspec.msgpack.decode(v, type=_Report) for v in votes]
+        reports = [msgspec.msgpack.decode(v, type=Report) for v in votes]
         columns = self._columns
         assert columns is not None
         placed = call.writer.place(columns, decision.save_id)
@@ -276,7 +158,7 @@ class Saving:
         publish(call.store, data, self._previous, decision.save_id, durable=call.durable)
         return b""
 
-    def _check_reports(self, reports: list[_Report], columns: Columns, placed: Placed) -> None:
+    def _check_reports(self, reports: list[Report], columns: Columns, placed: Placed) -> None:
         """What each rank wrote must be what rank 0 planned for it."""
         written = {f.name: f for r in reports for f in r.files}
         for name, rank in zip(placed.files, placed.file_rank.tolist(), strict=True):
@@ -288,27 +170,12 @@ class Saving:
                     f"rank {rank} planned its share otherwise than rank 0: do all ranks run the same version?"
                 )
 
-    def _metadata(self, written: _Written, decision: _Decision, ties: Mapping[str, str]) -> Metadata:
+    def _metadata(self, written: Written, decision: _Decision, ties: Mapping[str, str]) -> Metadata:
         if self._manifest is not None:
             return metadata_of(self._manifest)
         facts = (decision.save_id, self._ranks.world_size, decision.created, self._call.user_metadata)
         files = list(written.result.receipt.files)
         return own_metadata(written.columns, written.placed, files, written.prepared.flat.tree, facts, ties)
-
-
-@dataclass(frozen=True, eq=False)
-class _Written:
-    """What a rank has written, and from which plan."""
-
-    result: WriteResult
-    columns: Columns
-    placed: Placed
-    prepared: _Prepared
-
-    def report(self) -> bytes:
-        """What rank 0 must know of it."""
-        receipt = self.result.receipt
-        return msgspec.msgpack.encode(_Report(receipt.files, self.result.receipt_digest, plan_digest(self.columns)))
 
 
 def _known(value: T | None) -> T:
@@ -320,28 +187,6 @@ def _known(value: T | None) -> T:
 def _planned(world: World, base_load: bytes) -> World:
     """The world that is planned: each tied memory once, and what ranks write of loose tensors counted."""
     return with_base_load(without(world, world.ties), np.frombuffer(base_load, np.int64))
-
-
-def plan_digest(columns: Columns) -> bytes:
-    """16 bytes that tell two plans of one rank apart."""
-    return xxhash.xxh3_128_digest(columns.pack())
-
-
-def _payload_pieces(plans: list[FilePlan], payloads: dict[str, bytes]) -> Iterator[WritePiece]:
-    for i, plan in enumerate(plans):
-        for name, start in plan.payload_starts.items():
-            yield WritePiece(name, i, start, len(payloads[name]), payloads[name])
-
-
-def _holding(
-    shards: list[tuple[LocalShard, Any]], name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
-) -> tuple[LocalShard, Any, tuple[int, ...]]:
-    """The shard that holds a box, its memory, and the box's offsets inside it."""
-    for shard, view in shards:
-        low = offsets_inside(offsets, sizes, shard.offsets, shard.sizes)
-        if low is not None:
-            return shard, view, low
-    raise PlanError(f"the plan wants {name!r} at {offsets} from this rank, which does not hold it")
 
 
 def _brief(groups: tuple[tuple[int, ...], ...]) -> str:

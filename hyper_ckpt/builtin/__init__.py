@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 
+from hyper_ckpt.contracts.events import EventSpec, Observer
 from hyper_ckpt.contracts.platform import Platform, PlatformSpec
 from hyper_ckpt.contracts.store import StoreSpec
 from hyper_ckpt.hookspecs import hookimpl
+
+_NUMPY_PROBE = "hyper_ckpt.testing.conformance.numpy_probe:NumpyProbe"
 
 
 def _no_world() -> int:
@@ -23,7 +26,7 @@ def _load_numpy() -> Platform:
 @hookimpl
 def hyper_ckpt_platforms() -> list[PlatformSpec]:
     # numpy arrays do not vote for a platform: every framework's state may hold some.
-    return [PlatformSpec("numpy", (), _no_world, _load_numpy, "pip install hyper-ckpt")]
+    return [PlatformSpec("numpy", (), _no_world, _load_numpy, "pip install hyper-ckpt", _NUMPY_PROBE)]
 
 
 @hookimpl
@@ -32,3 +35,20 @@ def hyper_ckpt_stores() -> list[StoreSpec]:
         StoreSpec(("",), "hyper_ckpt.storage.local_store:LocalStore"),
         StoreSpec(("memory",), "hyper_ckpt.storage.memory_store:MemoryStore"),
     ]
+
+
+def _log_lines() -> Observer:
+    from hyper_ckpt.builtin.log_lines import LogLines
+
+    return LogLines()
+
+
+def _progress_bar() -> Observer:
+    from hyper_ckpt.builtin.progress_bar import ProgressBar
+
+    return ProgressBar()
+
+
+@hookimpl
+def hyper_ckpt_events() -> list[EventSpec]:
+    return [EventSpec("log lines", _log_lines), EventSpec("progress bar", _progress_bar)]

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from hyper_ckpt.cli import exits, text
+from hyper_ckpt.text import size
 from hyper_ckpt.version import VERSION
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -126,6 +127,39 @@ def plugins_command(as_json: bool) -> None:
         _print(plugins.as_text(found))
 
 
+@cli.command("conformance")
+@click.option("--platform", metavar="NAME", help="The platform to test, as `plugins` lists it.")
+@click.option("--store", metavar="URL", help="A place where the store under test may write; it is left as it was.")
+@click.option("--ranks", type=click.IntRange(1), default=4, show_default=True, help="Ranks of the platform's world.")
+@click.option("--check", "only", metavar="CHECK", multiple=True, help="Only this check. May be given several times.")
+@click.option(
+    "--without",
+    metavar="NAME=REASON",
+    multiple=True,
+    help="Leave out a check, or a part of the suite, for this reason. May be given several times.",
+)
+@click.option("--report", metavar="FILE", type=click.Path(dir_okay=False, writable=True), help="Also write JSON here.")
+@debug_option
+def conformance_command(
+    platform: str | None,
+    store: str | None,
+    ranks: int,
+    only: tuple[str, ...],
+    without: tuple[str, ...],
+    report: str | None,
+) -> None:
+    """Test that a platform or a store keeps what its contract promises.
+
+    For authors of plugins, and to test a platform on the hardware at hand. Exit code 1: a promise is broken; what
+    was promised, what was seen and what to change stands with each.
+    """
+    from hyper_ckpt.cli import conformance
+
+    code = conformance.run(platform, store, ranks, only, without, report)
+    if code != exits.OK:
+        raise click.exceptions.Exit(code)
+
+
 def _print(lines: Iterable[str]) -> None:
     """Writes in large pieces: click flushes each of them."""
     pending: list[str] = []
@@ -144,7 +178,7 @@ def _list_lines(found: Iterable[Any]) -> Iterable[str]:
         (
             e.name,
             text.duration(now - e.created) if e.created else "",
-            text.size(e.nbytes),
+            size(e.nbytes),
             "" if e.world_size is None else f"{e.world_size:,}",
             "" if e.tensors is None else f"{e.tensors:,}",
             e.state,

@@ -10,8 +10,8 @@ import traceback
 
 import click
 
-from hyper_ckpt.cli.text import clean
 from hyper_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from hyper_ckpt.text import clean
 
 OK, DAMAGED, USAGE, NOT_FOUND, FAILED = range(5)
 DEBUG_VARIABLE = "HYPER_CKPT_DEBUG"

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from hyper_ckpt.cli.text import natural
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.engine.commit import listed_files
-from hyper_ckpt.errors import CheckpointError, VersionError
+from hyper_ckpt.errors import CheckpointError, CheckpointNotFoundError, VersionError
 from hyper_ckpt.manifest import FORMAT, MANIFEST_NAME, Manifest
+from hyper_ckpt.storage.alone import find_alone
 from hyper_ckpt.storage.local_store import LocalStore
 from hyper_ckpt.storage.syscalls import store_error
 
@@ -117,13 +118,25 @@ def _entry(store: ByteStore, folder: str, names: set[str]) -> Entry | None:
             return replace(_with_totals(store, prefix, parts, empty), state=state, problem=str(error))
     if not parts:
         return None
+    try:
+        alone = find_alone(store, prefix)
+        if alone is not None:
+            return _complete(store, prefix, names, alone, empty)
+    except CheckpointNotFoundError as error:
+        return replace(_with_totals(store, prefix, parts, empty), problem=str(error))
+    except CheckpointError as error:
+        return replace(_with_totals(store, prefix, parts, empty), state="damaged", problem=str(error))
     problem = f"there is no {MANIFEST_NAME}: the save did not finish, or is still running"
     return replace(_with_totals(store, prefix, parts, empty), problem=problem)
 
 
 def _complete(store: ByteStore, prefix: str, names: set[str], manifest: Manifest, empty: Entry) -> Entry:
     absent = [n for n in listed_files(manifest) if n not in names and store.stat(prefix + n) is None]
-    if absent and (again := Manifest(store.read(prefix + MANIFEST_NAME))).save_id != manifest.save_id:
+    if (
+        absent
+        and MANIFEST_NAME in names
+        and (again := Manifest(store.read(prefix + MANIFEST_NAME))).save_id != manifest.save_id
+    ):
         return _complete(store, prefix, names, again, empty)  # it was replaced meanwhile
     resized = [f.name for f in manifest.files if (i := store.stat(prefix + f.name)) is not None and i.size != f.size]
     problem = None

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 from hyper_ckpt.cli import text
 from hyper_ckpt.registry import PluginInfo
+from hyper_ckpt.text import clean
 
 
 def as_text(plugins: list[PluginInfo]) -> Iterator[str]:
     """A paragraph for each plugin: its distribution, what it announces, and ready or why not."""
     for plugin in plugins:
         origin = " ".join(filter(None, [plugin.distribution, plugin.version]))
-        yield text.clean(f"{plugin.name}  ({origin})" if origin else plugin.name)
+        yield clean(f"{plugin.name}  ({origin})" if origin else plugin.name)
         for each in plugin.announces:
-            yield text.clean(f"  {each}")
+            yield clean(f"  {each}")
         yield text.paragraph("ready" if plugin.error is None else plugin.error, "  ")

@@ -17,6 +17,7 @@ from hyper_ckpt.registry import registry
 from hyper_ckpt.state import decode_tree
 from hyper_ckpt.state.tree import KeyedNode
 from hyper_ckpt.storage.filesystem import FileSystemReader
+from hyper_ckpt.text import clean, size
 
 MAX_PARTS = 12
 """Top-level keys up to which the summary lists them."""
@@ -80,7 +81,7 @@ def as_text(view: Overview, *, tensor: str | None, files: bool, limit: int) -> I
     yield from _summary(view)
     yield ""
     if files:
-        files_rows = [(f.name, str(f.rank), text.size(f.size), f"{f.size:,}") for f in view.manifest.files]
+        files_rows = [(f.name, str(f.rank), size(f.size), f"{f.size:,}") for f in view.manifest.files]
         yield from _limited(("FILE", "RANK", "SIZE", "BYTES"), files_rows, limit, (1, 2, 3), "files")
         return
     rows = [_tensor_row(t) for t in view.tensors]
@@ -99,15 +100,15 @@ def _summary(view: Overview) -> Iterator[str]:
         ("checkpoint", view.url),
         ("save id", f"{manifest.save_id}, format version {manifest.version}"),
         ("saved", f"{text.moment(manifest.created)} ({age} ago) by {text.count(manifest.world_size, 'rank')}"),
-        ("stored", f"{text.size(view.nbytes)} in {text.count(len(manifest.files), 'file')}"),
-        ("tensors", f"{len(view.tensors):,}: {view.elements:,} elements, {text.size(view.tensor_bytes)}"),
+        ("stored", f"{size(view.nbytes)} in {text.count(len(manifest.files), 'file')}"),
+        ("tensors", f"{len(view.tensors):,}: {view.elements:,} elements, {size(view.tensor_bytes)}"),
         *_parts(view.tensors),
         ("values", f"{len(view.values):,}{f', {per_rank:,} of them per rank' if per_rank else ''}"),
     ]
     for label, value in facts:
-        yield f"{label:<10}  {text.clean(value)}"
+        yield f"{label:<10}  {clean(value)}"
     if view.user.type != "NoneType":
-        yield f"{'metadata':<10}  {text.shortened(text.clean(view.user.repr), text.width() - 12)}"
+        yield f"{'metadata':<10}  {text.shortened(clean(view.user.repr), text.width() - 12)}"
 
 
 def _parts(tensors: Sequence[TensorFacts]) -> Iterator[tuple[str, str]]:
@@ -119,12 +120,12 @@ def _parts(tensors: Sequence[TensorFacts]) -> Iterator[tuple[str, str]]:
         return
     for name, group in groups.items():
         own = [t for t in group if t.tied_to is None]
-        sizes = f"{sum(t.elements for t in own):,} elements, {text.size(sum(t.nbytes for t in own))}"
-        yield "", f"{text.middle(text.clean(name), 24)}: {len(group):,}, {sizes}"
+        sizes = f"{sum(t.elements for t in own):,} elements, {size(sum(t.nbytes for t in own))}"
+        yield "", f"{text.middle(clean(name), 24)}: {len(group):,}, {sizes}"
 
 
 def _tensor_row(facts: TensorFacts) -> tuple[str, ...]:
-    return facts.name, facts.dtype, shape_text(facts.shape), _storage(facts), text.size(facts.nbytes)
+    return facts.name, facts.dtype, shape_text(facts.shape), _storage(facts), size(facts.nbytes)
 
 
 def _storage(facts: TensorFacts) -> str:
@@ -135,16 +136,16 @@ def _storage(facts: TensorFacts) -> str:
 
 
 def _value_line(facts: ValueFacts) -> str:
-    name, value = text.clean(facts.name), text.clean(facts.repr)
+    name, value = clean(facts.name), clean(facts.repr)
     room = text.width() - 3
     name = text.middle(name, max(room - min(text.cells(value), room // 2), 1))
     return f"{name} = {text.shortened(value, room - text.cells(name))}"
 
 
 def _one_tensor(manifest: Manifest, facts: TensorFacts, limit: int) -> Iterator[str]:
-    yield text.clean(facts.name)
-    yield f"  {facts.dtype} {shape_text(facts.shape)}, {facts.elements:,} elements, {text.size(facts.nbytes)}"
-    yield text.clean(f"  {_storage(facts)}")
+    yield clean(facts.name)
+    yield f"  {facts.dtype} {shape_text(facts.shape)}, {facts.elements:,} elements, {size(facts.nbytes)}"
+    yield clean(f"  {_storage(facts)}")
     chunks = list(chunks_of(manifest.tensor(facts.name), manifest))
     header = ["FILE", "OFFSETS", "SIZES", "OFFSET", "LENGTH"]
     rows = [[c.file, shape_text(c.offsets), shape_text(c.sizes), str(c.offset), str(c.length)] for c in chunks]

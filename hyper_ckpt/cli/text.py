@@ -10,6 +10,8 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+from hyper_ckpt.text import clean
+
 MIN_WIDTH = 40
 MIN_FLEXIBLE, MIN_COLUMN = 24, 8
 GAP = "  "
@@ -18,13 +20,6 @@ GAP = "  "
 def width() -> int:
     """Columns of the terminal, or of COLUMNS; 80 where neither says."""
     return max(shutil.get_terminal_size((80, 24)).columns, MIN_WIDTH)
-
-
-def clean(text: str) -> str:
-    """`text` with everything escaped that is no visible character: controls, bidirectional marks, surrogates."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def cells(text: str) -> int:
@@ -66,18 +61,6 @@ def paragraph(text: str, indent: str = "") -> str:
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
-    )
-
-
-def size(nbytes: int) -> str:
-    """Bytes, in three digits and a unit."""
-    amount, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB"):
-        if amount < 1000 or (amount < 1023.5 and unit == "B"):
-            break
-        amount, unit = amount / 1024, larger
-    return (
-        f"{nbytes} B" if unit == "B" else f"{amount:.{0 if amount >= 99.95 else 1 if amount >= 9.995 else 2}f} {unit}"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from hyper_ckpt.cli.text import count, ranges, size
+from hyper_ckpt.cli.text import count, ranges
 from hyper_ckpt.state import BUILTIN
 from hyper_ckpt.state.scalars import complex_of, float_of, str_of
 from hyper_ckpt.state.tree import (
@@ -46,6 +46,7 @@ from hyper_ckpt.state.tree import (
     is_plain,
     unwrap,
 )
+from hyper_ckpt.text import size
 
 _MAX_DIGITS = 1000
 """Hexadecimal digits up to which an int is shown as decimal: Python limits the conversion."""

@@ -15,6 +15,7 @@ from hyper_ckpt.engine.verify import Problem, VerifyReport
 from hyper_ckpt.errors import CheckpointNotFoundError
 from hyper_ckpt.manifest import MANIFEST_NAME
 from hyper_ckpt.registry import registry
+from hyper_ckpt.text import clean, size
 
 
 @dataclass(frozen=True)
@@ -72,21 +73,21 @@ def as_text(outcome: Outcome, seconds: float) -> Iterator[str]:
     """The lines of `verify`: every problem by file, then the verdict."""
     report, problems = outcome.report, joined(outcome.report.problems)
     for file, of_file in itertools.groupby(problems, lambda p: p.file):
-        yield text.clean(file)
+        yield clean(file)
         by_what: dict[str, list[Problem]] = {}
         for each in of_file:
             by_what.setdefault(each.what, []).append(each)
         for what, places in by_what.items():
             yield text.paragraph(what, "  ")
             yield from (f"    {_place(p)}" for p in places if p.stop or p.name)
-    checked = f"{text.size(report.bytes_checked)} checked in {seconds:.1f} s"
+    checked = f"{size(report.bytes_checked)} checked in {seconds:.1f} s"
     found = "" if report.ok else f", {text.count(len(problems), 'problem')}"
-    yield f"{outcome.state}{found}: {text.clean(outcome.url)}, {checked}"
+    yield f"{outcome.state}{found}: {clean(outcome.url)}, {checked}"
 
 
 def _place(problem: Problem) -> str:
     where = f"bytes {problem.start:,} to {problem.stop:,}" if problem.stop else ""
-    return text.clean(" of ".join(filter(None, [where, problem.name])))
+    return clean(" of ".join(filter(None, [where, problem.name])))
 
 
 def joined(problems: Sequence[Problem]) -> list[Problem]:

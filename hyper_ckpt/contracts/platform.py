@@ -18,7 +18,10 @@ ByteBuffer = npt.NDArray[np.uint8]
 
 
 class Pending(Protocol):
-    """Something that was started. `wait` returns when it is complete, or raises what went wrong."""
+    """Something that was started. `wait` returns when it is complete, or raises what went wrong.
+
+    It may be called from any thread, and again; whoever started something waits before using what it works on.
+    """
 
     def wait(self) -> None: ...
 
@@ -54,9 +57,12 @@ class LocalShard:
 
 
 class Mailbox(ABC):
-    """Small named messages between ranks. No call waits for another rank; usable from any thread.
+    """Small named messages between ranks: where they meet, and how they learn that one of them failed.
 
-    Keys are ASCII; values at most a few MiB.
+    No call waits for another rank, not even one that is in a collective; usable from any thread, several at once.
+    Keys are ASCII; values at most a few MiB. What a rank has set, every rank gets from then on. A call that cannot
+    reach the mailbox raises (`RankFailedError`). Usually the process of rank 0 hosts it: a save or load ends on rank 0
+    only when the others have heard how it ended, or are gone.
     """
 
     @abstractmethod
@@ -75,11 +81,13 @@ class Mailbox(ABC):
 class Ranks(ABC):
     """The ranks of one process group, numbered 0..world_size-1, and their collectives.
 
-    Collectives are called in the caller's thread, by all ranks in the same order, and only after
-    all have met in the mailbox. They move control data: the training's own group is never used.
+    Collectives are called in the caller's thread only, by all ranks in the same order, and only after
+    all have met in the mailbox. They move control data, and tensors that several ranks read together: the training's
+    own group is never used. One that cannot complete, since a rank has ended or does not come, raises within
+    `timeout` and never hangs: any exception, best `RankFailedError` or `RankTimeoutError` with the ranks' numbers.
 
     `timeout`: seconds after which a collective, or the first connection, whose peers do not come fails. Every save
-    and load sets its own.
+    and load sets its own, before its first call.
     """
 
     timeout: float = 1800.0
@@ -115,24 +123,29 @@ class Ranks(ABC):
     def broadcast_into(self, buffers: Sequence[ByteBuffer], src: int, group: Any = None) -> Pending:
         """Sends rank `src`'s buffers into the same-sized buffers of every member of `group` (None: all ranks).
 
-        Buffers are contiguous uint8 host arrays, not to be touched until the Pending is waited for.
-        `src` counts in this object's ranks.
+        Called by the members only. Buffers are contiguous uint8 host arrays of any number and size, 0 included, those
+        of `src` perhaps read-only; not to be touched until the Pending is waited for. `src` counts in this object's
+        ranks, also in a group.
         """
 
     @abstractmethod
     def groups(self, rank_sets: Sequence[tuple[int, ...]]) -> list[Any]:
         """A handle per rank set, for `broadcast_into`; None for sets this rank is not in.
 
-        All ranks pass the same sorted sets in the same order. Handles are kept and reused.
+        All ranks call it, with the same sorted sets in the same order. Handles are kept and reused: the same set gives
+        the same group. A set may have one member. What can fail in connecting a group fails here.
         """
 
 
 class Tensors(ABC):
-    """How a framework's tensors look from outside."""
+    """How a framework's tensors look from outside. All methods are called in the caller's thread."""
 
     @abstractmethod
     def describe(self, value: Any) -> TensorDescription | None:
         """Describes a tensor of this platform; None for anything else.
+
+        Whether it is None must depend on the value's type alone. Asked once for each value and save or load, again
+        only where it raised. It must not talk to other ranks, which may not be there.
 
         Raises:
             UnsupportedStateError: it is a tensor, but of a kind that cannot be stored (why is in the message).
@@ -140,16 +153,24 @@ class Tensors(ABC):
 
     @abstractmethod
     def local_shards(self, value: Any) -> list[LocalShard]:
-        """The boxes that this rank holds, none or empty ones included, checked against the layout."""
+        """The boxes that this rank holds, none or empty ones included, checked against the layout.
+
+        Asked at most once for each value and save or load, and like `describe` of this rank alone.
+
+        Raises:
+            UnsupportedLayoutError: what is here is not what the layout says.
+        """
 
     @abstractmethod
     def host_view(self, shard: LocalShard) -> Carrier | None:
         """The shard's memory as an array of carriers of shape `shard.sizes`, strided as it lies, valid while
-        `shard.data` lives and complete once pending work on it has run. None where it is not in host memory."""
+        `shard.data` lives and complete when this returns. None where it is not in host memory: such shards are
+        copied whole by `Stager.copy_out`."""
 
     @abstractmethod
     def writable(self, shard: LocalShard) -> Carrier | None:
-        """Like `host_view`, but writes through it change the tensor in place. None: use `Stager.copy_in`.
+        """Like `host_view`, but writes through it, from any thread, change the tensor in place. None: use
+        `Stager.copy_in`.
 
         Raises:
             TargetError: the tensor cannot be written into.
@@ -158,11 +179,18 @@ class Tensors(ABC):
     @abstractmethod
     def fingerprint(self, shards: Sequence[LocalShard]) -> bytes:
         """8 bytes that differ where contents differ: whole under 1 MiB, sampled above
-        (`hyper_ckpt.contracts.platform.sampled_fingerprint` does it for host memory)."""
+        (`hyper_ckpt.contracts.platform.sampled_fingerprint` does it for host memory). Equal contents have equal ones,
+        however they lie in memory. It sees the work queued before, and is asked only where several ranks may hold
+        the same."""
 
     @abstractmethod
     def empty(self, description: TensorDescription, like: Any = None) -> Any:
-        """A new tensor. `like` is a value of the platform to copy device and distribution from."""
+        """A new tensor with memory, of any contents. `like` is a value of the platform to copy device and distribution
+        from; a load passes a target without memory, which the new one replaces.
+
+        Raises:
+            UnsupportedDtypeError: the framework has no such dtype.
+        """
 
     @abstractmethod
     def storage_key(self, shard: LocalShard) -> Hashable | None:
@@ -171,23 +199,36 @@ class Tensors(ABC):
 
 
 class Stager(ABC):
-    """Moves bytes between device memory and host buffers."""
+    """Moves bytes between device memory and host buffers.
+
+    `copy_out` and `copy_in` are called in the thread whose work they follow, the caller's: streams belong to threads.
+    `buffer`, `release` and `Pending.wait` come from any thread, several at once. A buffer belongs to whoever asked for
+    it until it is released.
+    """
 
     @abstractmethod
     def buffer(self, nbytes: int) -> ByteBuffer:
-        """A host buffer of at least `nbytes` (pinned where that helps), pooled. Usable from any thread."""
+        """A host buffer of at least `nbytes` (pinned where that helps), contiguous, writeable, of any contents, pooled:
+        `hyper_ckpt.builtin.host_stager.BufferPool` does that."""
 
     @abstractmethod
     def release(self, buffer: ByteBuffer) -> None:
-        """Gives a buffer back; only after its Pending was waited for."""
+        """Gives back what `buffer` returned, once; only after each Pending on it was waited for, also where that
+        raised."""
 
     @abstractmethod
     def copy_out(self, shard: LocalShard, buffer: ByteBuffer) -> Pending:
-        """Copies the shard, row-major, into `buffer`; starts after the work queued on the caller's stream."""
+        """Copies the shard, row-major, to the start of `buffer`; starts after the work queued on the caller's stream.
+
+        The shard's memory and the buffer stay as they are until the Pending was waited for: what the caller queues
+        on the tensor before that is not held back.
+        """
 
     @abstractmethod
     def copy_in(self, buffer: ByteBuffer, shard: LocalShard) -> Pending:
-        """Copies row-major bytes into the shard; the caller's stream is ordered behind it."""
+        """Copies row-major bytes from the start of `buffer` into the shard, after the work queued on the caller's
+        stream (readers of the old values included); the caller's stream is ordered behind it, with or without a wait.
+        """
 
 
 @dataclass(eq=False)
@@ -213,7 +254,8 @@ class PlatformSpec:
         modules: top-level modules whose types are this platform's tensors, e.g. ("torch", "torch_npu").
         active: world size of the framework's process group as seen in `sys.modules`; 0 if it is not
             imported or not initialised. Imports nothing.
-        load: the Platform of the default process group, the same instance while that group lives.
+        load: the Platform of the default process group, the same instance while that group lives: it has the group's
+            connections, buffers, and the number of its saves and loads. Another one for another group.
         install: the command that installs what `load` needs.
         probe: "module:callable" that makes a `hyper_ckpt.testing.conformance.PlatformProbe`; imported only by
             `hyper-ckpt conformance`.

@@ -27,7 +27,10 @@ class ObjectInfo:
 
 
 class Sink(ABC):
-    """An object being written at known offsets, by several threads at once. Not visible to `publish`'s rules."""
+    """An object being written at known offsets, by several threads at once. Not visible to `publish`'s rules.
+
+    It is closed or aborted, or both in this order, by one thread.
+    """
 
     @abstractmethod
     def write_at(self, offset: int, data: Bytes) -> None:
@@ -43,14 +46,15 @@ class Sink(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Gives up and removes the object. Never raises; may follow a failed `close`."""
+        """Gives up and removes the object, also after a `close`, successful or not. Never raises."""
 
 
 class ByteStore(ABC):
     """Named bytes under one root. Names are relative, with `/` between parts; missing parents are made.
 
     Every failure is a `StoreError` that names the object, or `MissingFileError` where it is absent.
-    Instances can be pickled or rebuilt from `url`; no I/O happens in a constructor.
+    Instances can be pickled or rebuilt from `url`; no I/O happens in a constructor. Every method may be called from
+    any thread, several at once.
     """
 
     url: str
@@ -66,7 +70,8 @@ class ByteStore(ABC):
 
     @abstractmethod
     def list(self, prefix: str = "") -> list[str]:
-        """Names that start with `prefix`, sorted; empty if the root does not exist."""
+        """Names that start with `prefix`, sorted; empty if the root does not exist. Objects that are being written, and
+        temporaries of the store itself, may be among them."""
 
     @abstractmethod
     def delete(self, name: str) -> None:
@@ -80,6 +85,9 @@ class ByteStore(ABC):
     def publish(self, name: str, data: bytes, expect: Expect | str, *, sync: bool) -> str:
         """Puts a small object in place atomically: readers see the old bytes whole or the new bytes whole.
 
+        It may fail with `StoreError` when the object is in place already (a sync fails, an answer is lost): whoever
+        must know looks at what is there.
+
         Args:
             expect: `ABSENT`: only if there is none; an etag: only if it is still that; `ANY`: whatever is there.
             sync: durable when this returns.
@@ -88,7 +96,7 @@ class ByteStore(ABC):
             The new etag.
 
         Raises:
-            CheckpointReplacedError: what is there is not what was expected.
+            CheckpointReplacedError: what is there is not what was expected; nothing was changed.
         """
 
     def sync(self) -> None:
@@ -97,7 +105,7 @@ class ByteStore(ABC):
         return None
 
     def read(self, name: str) -> bytes:
-        """A whole object."""
+        """A whole object. Override it where that is cheaper than `stat` and `read_into`."""
         info = self.stat(name)
         if info is None:
             from hyper_ckpt.errors import MissingFileError

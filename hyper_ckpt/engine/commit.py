@@ -15,12 +15,14 @@ from hyper_ckpt.engine.save import discard
 from hyper_ckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
+    CheckpointNotFoundError,
     CorruptCheckpointError,
     MissingFileError,
     StoreError,
 )
 from hyper_ckpt.manifest import MANIFEST_NAME, Manifest
 from hyper_ckpt.receipt import receipt_name
+from hyper_ckpt.storage.alone import find_alone
 from hyper_ckpt.storage.names import is_temporary
 
 _OWN_FILE = re.compile(
@@ -46,18 +48,51 @@ def look(store: ByteStore, overwrite: bool) -> Previous:
         CheckpointExistsError: a checkpoint, and `overwrite` is False.
     """
     info = store.stat(MANIFEST_NAME)
-    if info is None:
+    alone = _complete_alone(store) if info is None else None
+    if info is None and alone is None:
         return Previous(None, (), None)
     if not overwrite:
         raise CheckpointExistsError(
             f"{store.url} holds a checkpoint already: save to another path, or pass overwrite=True to replace it"
         )
+    if info is None:
+        assert alone is not None
+        return Previous(None, listed_files(alone), alone.save_id)
     try:
         manifest = Manifest(store.read(MANIFEST_NAME))
     except CorruptCheckpointError:
         # What a damaged manifest lists cannot be told; its files stay as leftovers.
         return Previous(info.etag, (), None)
     return Previous(info.etag, listed_files(manifest), manifest.save_id)
+
+
+def _complete_alone(store: ByteStore) -> Manifest | None:
+    """The checkpoint at a path without a manifest, if it needs none. One that is incomplete or damaged is none."""
+    try:
+        return find_alone(store)
+    except (CheckpointNotFoundError, CorruptCheckpointError):
+        return None
+
+
+def refuse_occupied(store: ByteStore, save_id: str, rank: int) -> None:
+    """Ranks that do not talk save to a path that holds nothing but this very save.
+
+    Raises:
+        CheckpointExistsError: it holds a checkpoint, files of another save, or this rank's part already.
+    """
+    if store.stat(MANIFEST_NAME) is not None:
+        raise CheckpointExistsError(f"{store.url} holds a checkpoint already: save to another path")
+    for name in store.list():
+        match = _OWN_FILE.fullmatch(name)
+        if match and match[1] != save_id:
+            raise CheckpointExistsError(
+                f"{store.url} holds files of another save ({name}): save to another path, or remove them. "
+                "Ranks that do not talk cannot tell whether it is still running"
+            )
+        if name == receipt_name(rank, save_id):
+            raise CheckpointExistsError(
+                f"{store.url} holds rank {rank}'s part of this save already: give every attempt a save_token of its own"
+            )
 
 
 def listed_files(manifest: Manifest) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +39,7 @@ class PieceReader:
 
     Args:
         scratch_bytes: the most that one task holds besides the target.
+        progress: told of bytes that reached a target, by any thread.
         fills: whether what is read goes into a target, for the text of errors.
     """
 
@@ -46,6 +47,7 @@ class PieceReader:
     stager: Stager
     budget: Budget
     scratch_bytes: int
+    progress: Callable[[int], None]
     fills: bool = True
 
     def tasks(
@@ -99,6 +101,7 @@ class PieceReader:
         # All that a task may hold is taken at once: tasks that hold some and want more could wait for each other.
         with self.budget.hold(BLOCK_BYTES):
             self.read_run(piece, start, target.data)
+        self.progress(len(target))
 
     def read_run(self, piece: Piece, start: int, target: memoryview) -> None:
         """Fills `target` with bytes from `start` of the piece; whole blocks go straight into it.
@@ -149,6 +152,7 @@ class PieceReader:
                 target[...] = np.ndarray(sizes, target.dtype, buffer, 0, steps)
             finally:
                 self.stager.release(buffer)
+        self.progress(target.nbytes)
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from hyper_ckpt.box import cut, split_units
 from hyper_ckpt.contracts.placement import FilePlan
-from hyper_ckpt.contracts.platform import ByteBuffer, Carrier, LocalShard, Stager
+from hyper_ckpt.contracts.platform import ByteBuffer, Carrier, LocalShard, Pending, Stager
 from hyper_ckpt.contracts.store import ByteStore, Expect, Sink
 from hyper_ckpt.dtypes import dtype_of
 from hyper_ckpt.engine.budget import Budget
 from hyper_ckpt.engine.digest import Digests, block_count, block_digest, to_hex
+from hyper_ckpt.engine.stage import settle
 from hyper_ckpt.engine.workers import Task, run_all
 from hyper_ckpt.errors import PlanError, StoreError
 from hyper_ckpt.receipt import (
@@ -22,6 +23,7 @@ from hyper_ckpt.receipt import (
     RECEIPT_FORMAT,
     ZERO_DIGEST,
     FileRecord,
+    LocalPart,
     PieceRecord,
     Receipt,
     encode_receipt,
@@ -82,7 +84,8 @@ class WriteResult:
 
 @dataclass(frozen=True, eq=False)
 class SaveJob:
-    """Everything that `write` needs of one rank."""
+    """Everything that `write` needs of one rank. `progress` is told of bytes written, by any thread; `description`
+    goes into the receipt."""
 
     store: ByteStore
     stager: Stager
@@ -94,6 +97,8 @@ class SaveJob:
     threads: int
     budget: Budget
     durable: bool
+    progress: Callable[[int], None]
+    description: LocalPart | None = None
 
 
 def write(job: SaveJob) -> WriteResult:
@@ -147,9 +152,9 @@ def _waves(pieces: Sequence[WritePiece], budget: Budget) -> Iterator[dict[int, l
 def _write_staged(files: _Files, wave: dict[int, list[WritePiece]]) -> None:
     """Copies the wave's shards to host buffers in the caller's thread, then writes their pieces."""
     stager, held = files.job.stager, []
+    pending: list[Pending] = []
     try:
         ready: list[WritePiece] = []
-        pending = []
         for pieces in wave.values():
             source = pieces[0].source
             assert isinstance(source, Source)
@@ -166,6 +171,9 @@ def _write_staged(files: _Files, wave: dict[int, list[WritePiece]]) -> None:
         for copy in pending:
             copy.wait()
         run_all(files.tasks(ready), files.job.threads)
+    except BaseException:
+        settle(pending)
+        raise
     finally:
         for buffer, nbytes in held:
             stager.release(buffer)
@@ -284,6 +292,7 @@ class _Files:
     def _count(self, nbytes: int) -> None:
         with self._lock:
             self.written += nbytes
+        self.job.progress(nbytes)
 
     def finish(self) -> WriteResult:
         """Completes the files, then publishes the receipt.
@@ -341,6 +350,7 @@ class _Files:
             files,
             tuple(pieces),
             payloads,
+            job.description,
         )
 
     def abort(self) -> None:

@@ -72,7 +72,9 @@ class SharedPart:
         if buffers:
             ranks.broadcast_into(buffers, self.reader, group).wait()
         if self.reader != ranks.rank:
-            self._loader.counts.received += sum(len(b) for b in buffers)
+            received = sum(len(b) for b in buffers)
+            self._loader.counts.received += received
+            self._loader.job.progress(received)
         for message in self._messages:
             if message.pooled is not None:
                 for _, destination, view in message.boxes:

@@ -1,4 +1,4 @@
-"""How long imports take. The aim: at most 60 ms more than numpy alone."""
+"""How long imports take. The aims: at most 60 ms more than numpy alone; all plugins found and loaded in 30 ms."""
 
 import statistics
 import subprocess
@@ -19,12 +19,13 @@ CASES = {
     "all names": "from hyper_ckpt import *",
     "registry and plugins": "from hyper_ckpt.registry import registry; registry()",
 }
-TIMED = "import time; t = time.perf_counter()\n{code}\nprint((time.perf_counter() - t) * 1000)"
+PLUGINS = "plugins alone"
+TIMED = "import time\n{before}\nt = time.perf_counter()\n{code}\nprint((time.perf_counter() - t) * 1000)"
 
 
-def milliseconds(code: str) -> float:
+def milliseconds(code: str, before: str = "") -> float:
     """One fresh interpreter."""
-    script = TIMED.format(code=code)
+    script = TIMED.format(code=code, before=before)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return float(done.stdout)
 
@@ -34,8 +35,10 @@ def test_import_time() -> None:
     for _ in range(RUNS):  # in turn, so that what else the machine does hits all alike
         for name, code in CASES.items():
             times[name].append(milliseconds(code))
+        times.setdefault(PLUGINS, []).append(milliseconds("registry()", "from hyper_ckpt.registry import registry"))
     numpy = statistics.median(times["numpy"])
     print(f"{'import':<22}{'median ms':>10}{'best ms':>9}{'over numpy':>12}")
     for name, found in times.items():
         median = statistics.median(found)
-        print(f"{name:<22}{median:>10.1f}{min(found):>9.1f}{median - numpy:>+12.1f}")
+        over = "" if name == PLUGINS else f"{median - numpy:+.1f}"
+        print(f"{name:<22}{median:>10.1f}{min(found):>9.1f}{over:>12}")

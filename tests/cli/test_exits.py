@@ -16,7 +16,8 @@ from click.testing import Result
 import hyper_ckpt
 from hyper_ckpt.cli import listing
 from hyper_ckpt.cli.app import cli
-from hyper_ckpt.cli.text import clean, duration, middle, moment, ranges, size
+from hyper_ckpt.cli.text import duration, middle, moment, ranges
+from hyper_ckpt.text import clean, size
 
 from ._world import process
 

@@ -1,0 +1,209 @@
+"""One rank's part of a save: from a state to files and a receipt. Talks to no other rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import xxhash
+
+from hyper_ckpt.api.common import RememberedTensors, all_tensors, tensor_test
+from hyper_ckpt.api.reporting import Reporter
+from hyper_ckpt.box import offsets_inside
+from hyper_ckpt.columns import Columns, Placed
+from hyper_ckpt.contracts.placement import FilePlan, StorageWriter
+from hyper_ckpt.contracts.planner import PlanContext, SavePlanner
+from hyper_ckpt.contracts.platform import LocalShard, Platform
+from hyper_ckpt.contracts.store import ByteStore
+from hyper_ckpt.description import Description
+from hyper_ckpt.engine.budget import Budget
+from hyper_ckpt.engine.save import SaveJob, Source, WritePiece, WriteResult, staging_bytes, write
+from hyper_ckpt.engine.stage import to_host
+from hyper_ckpt.errors import PlanError, UnsupportedTypeError
+from hyper_ckpt.manifest import VERSION, chunk_starts
+from hyper_ckpt.options import DEFAULT_MAX_HOST_BYTES, SaveOptions
+from hyper_ckpt.receipt import FileRecord, LocalPart
+from hyper_ckpt.registry import registry
+from hyper_ckpt.state import FlatState, encode_tree, flatten, skeleton
+from hyper_ckpt.state.walk import values_by_kind
+
+
+@dataclass(frozen=True, eq=False)
+class SaveCall:
+    """The arguments of a save, resolved."""
+
+    platform: Platform
+    store: ByteStore
+    writer: StorageWriter
+    planner: SavePlanner
+    options: SaveOptions
+    overwrite: bool
+    durable: bool
+    threads: int
+    max_host_bytes: int | None
+    user_metadata: Any
+
+    def agreed_options(self) -> dict[str, str]:
+        """What must be equal on all ranks."""
+        names = ("options", "overwrite", "durable", "max_host_bytes")
+        return {
+            "call": "save",
+            "checkpoint_id": self.store.url,
+            "platform": self.platform.name,
+            "format version": str(VERSION),
+            "planner": self.planner.identity(),
+            "storage_writer": self.writer.identity(),
+            **{name: repr(getattr(self, name)) for name in names},
+        }
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a rank knows before it talks to others; `user` is the user metadata as a tree."""
+
+    flat: FlatState
+    description: Description
+    user: bytes
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells rank 0 when it has written."""
+
+    files: tuple[FileRecord, ...]
+    receipt: str
+    plan: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """What a rank has written, and from which plan."""
+
+    result: WriteResult
+    columns: Columns
+    placed: Placed
+    prepared: Prepared
+
+    def report(self) -> bytes:
+        """What rank 0 must know of it."""
+        receipt = self.result.receipt
+        return msgspec.msgpack.encode(Report(receipt.files, self.result.receipt_digest, plan_digest(self.columns)))
+
+
+class Part:
+    """One rank's part of a save.
+
+    Args:
+        call: the arguments.
+    """
+
+    def __init__(self, call: SaveCall) -> None:
+        self._call, ranks = call, call.platform.ranks
+        self.context = PlanContext(RememberedTensors(all_tensors(call.platform)), ranks.rank, ranks.world_size)
+
+    def prepare(self, state: dict[Any, Any]) -> Prepared:
+        """Takes the state apart and describes its tensors.
+
+        Raises:
+            UnsupportedStateError: a value cannot be stored; names it.
+        """
+        platform, tensors = self._call.platform, self.context.tensors
+        flat = flatten(
+            state,
+            is_tensor=tensor_test(tensors),
+            codecs=registry().codecs(),
+            allow_pickle=self._call.options.allow_pickle,
+            to_host=lambda v: to_host(tensors, platform.stager, v),
+        )
+        # Built-in codecs only: metadata must be readable where no plugin is installed.
+        user = flatten({"user": self._call.user_metadata}, is_tensor=lambda _: False)
+        if user.blobs or "per_rank" in values_by_kind(user.tree).values():
+            raise UnsupportedTypeError(
+                "user_metadata must be a plain value below 64 KiB: put larger things into the state"
+            )
+        description = self._call.planner.build_local_plan(flat.tensors, skeleton(flat.tree), self.context)
+        return Prepared(flat, description, encode_tree(user.tree))
+
+    def write(
+        self,
+        prepared: Prepared,
+        columns: Columns,
+        save_id: str,
+        payloads: Mapping[str, bytes],
+        reporter: Reporter,
+        description: LocalPart | None = None,
+    ) -> Written:
+        """Writes this rank's chunks, payloads and receipt.
+
+        Args:
+            columns: the chunks, all of them this rank's.
+            payloads: by name.
+            reporter: told how many bytes there are, and of those written.
+            description: for the receipt, where no manifest will speak for this rank.
+        """
+        call, rank = self._call, self.context.rank
+        placed = call.writer.place(columns, save_id)
+        plans = call.writer.files(
+            columns, placed, rank, save_id, [(name, len(data)) for name, data in payloads.items()]
+        )
+        pieces = [*self._pieces(prepared.flat, columns, placed, plans), *_payload_pieces(plans, payloads)]
+        limit = call.max_host_bytes
+        if limit is None:
+            limit = max(DEFAULT_MAX_HOST_BYTES, staging_bytes(pieces))
+        reporter.agreed(sum(plan.data_bytes for plan in plans))
+        job = SaveJob(
+            call.store,
+            call.platform.stager,
+            plans,
+            pieces,
+            save_id,
+            rank,
+            self.context.world_size,
+            call.threads,
+            Budget(limit),
+            call.durable,
+            reporter.progress,
+            description,
+        )
+        return Written(write(job), columns, placed, prepared)
+
+    def _pieces(self, flat: FlatState, columns: Columns, placed: Placed, plans: list[FilePlan]) -> Iterator[WritePiece]:
+        """The chunks with the memory that they come from."""
+        table, sizes = columns.table, columns.nbytes()
+        plan_of = {plan.name: i for i, plan in enumerate(plans)}
+        starts = chunk_starts(columns, placed)
+        shards: dict[int, list[tuple[LocalShard, Any]]] = {}
+        for row in range(len(columns)):
+            number = int(columns.tensor[row])
+            name = table.names[number]
+            if number not in shards:
+                own = self._call.planner.get_data(flat.tensors, name, self.context)
+                shards[number] = [(s, self.context.tensors.host_view(s)) for s in own]
+            offsets, box_sizes = columns.box(row)
+            shard, view, low = _holding(shards[number], name, offsets, box_sizes)
+            source = Source(shard, table.dtypes[number], view, low, box_sizes)
+            file = plan_of[placed.files[int(placed.entry_file[placed.entry[row]])]]
+            yield WritePiece(name, file, int(starts[row]), int(sizes[row]), source)
+
+
+def plan_digest(columns: Columns) -> bytes:
+    """16 bytes that tell two plans of one rank apart."""
+    return xxhash.xxh3_128_digest(columns.pack())
+
+
+def _payload_pieces(plans: list[FilePlan], payloads: Mapping[str, bytes]) -> Iterator[WritePiece]:
+    for i, plan in enumerate(plans):
+        for name, start in plan.payload_starts.items():
+            yield WritePiece(name, i, start, len(payloads[name]), payloads[name])
+
+
+def _holding(
+    shards: list[tuple[LocalShard, Any]], name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> tuple[LocalShard, Any, tuple[int, ...]]:
+    """The shard that holds a box, its memory, and the box's offsets inside it."""
+    for shard, view in shards:
+        low = offsets_inside(offsets, sizes, shard.offsets, shard.sizes)
+        if low is not None:
+            return shard, view, low
+    raise PlanError(f"the plan wants {name!r} at {offsets} from this rank, which does not hold it")

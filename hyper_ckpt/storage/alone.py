@@ -1,0 +1,306 @@
+"""Checkpoints of ranks that did not talk: no manifest, but a receipt of every rank that describes its part."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hyper_ckpt.box import IntArray, pad, uncovered
+from hyper_ckpt.columns import Columns, Placed, TensorTable
+from hyper_ckpt.contracts.store import ByteStore
+from hyper_ckpt.dtypes import BY_NAME
+from hyper_ckpt.errors import CheckpointNotFoundError, CoverageError, ManifestError
+from hyper_ckpt.manifest import MANIFEST_NAME, Manifest, ManifestContent, encode_manifest
+from hyper_ckpt.receipt import MAX_RECEIPT_BYTES, FileRecord, LocalPart, Receipt, decode_receipt
+from hyper_ckpt.state import Node, decode_tree, encode_tree, merge
+from hyper_ckpt.state.walk import tensor_names
+
+_RECEIPT = re.compile(r"receipts/rank-(\d{5,})-([0-9a-f]{16})\.json")
+MAX_WORLD = 1 << 20
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A piece that one rank stored: a box of tensor `name`, its file and start there, and its digests."""
+
+    name: str
+    box: Box
+    rank: int
+    file: FileRecord
+    start: int
+    digests: str
+
+
+def find_alone(store: ByteStore, prefix: str = "") -> Manifest | None:
+    """The manifest that ranks which did not talk would have published, put together from their receipts.
+
+    Args:
+        store: where they lie, below `prefix`.
+
+    Returns:
+        None where there is no such receipt.
+
+    Raises:
+        CheckpointNotFoundError: receipts are missing; names the ranks.
+        ManifestError: a receipt is damaged, or they do not speak of one save.
+        CoverageError: a tensor is not stored whole.
+    """
+    incomplete: list[tuple[str, list[int], int]] = []
+    complete: list[tuple[str, list[int], int]] = []
+    for save_id, names in sorted(_by_id(store, prefix).items()):
+        first = _read(store, prefix, save_id, min(names), names)[0]
+        if first.description is None:
+            continue
+        absent = sorted(set(range(min(first.world_size, MAX_WORLD))) - names.keys())
+        (incomplete if absent else complete).append((save_id, absent, first.world_size))
+    if len(complete) > 1:
+        ids = " and ".join(save_id for save_id, _, _ in complete)
+        raise ManifestError(
+            f"{_where(store, prefix)} holds several complete saves, {ids}: remove the files of all but one"
+        )
+    if incomplete and not complete:
+        save_id, absent, world_size = incomplete[0]
+        raise CheckpointNotFoundError(
+            f"no checkpoint at {_where(store, prefix)}: of save {save_id}, by {world_size} ranks that did not talk, the "
+            f"receipts of ranks {', '.join(map(str, absent[:8]))}{', ...' * (len(absent) > 8)} are missing. They may "
+            "still be saving; else load an earlier checkpoint"
+        )
+    if not complete:
+        return None
+    save_id, _, world_size = complete[0]
+    names = _by_id(store, prefix)[save_id]
+    receipts = [_read(store, prefix, save_id, rank, names) for rank in range(world_size)]
+    return Manifest(_assemble(store, receipts), f"{store.url}/{prefix}{MANIFEST_NAME}")
+
+
+def _where(store: ByteStore, prefix: str) -> str:
+    return f"{store.url}/{prefix}".rstrip("/")
+
+
+def _by_id(store: ByteStore, prefix: str) -> dict[str, dict[int, str]]:
+    """Names of receipts by save id and rank."""
+    found: dict[str, dict[int, str]] = defaultdict(dict)
+    for name in store.list(f"{prefix}receipts/"):
+        match = _RECEIPT.fullmatch(name.removeprefix(prefix))
+        if match:
+            found[match[2]][int(match[1])] = name
+    return found
+
+
+def _read(store: ByteStore, prefix: str, save_id: str, rank: int, names: dict[int, str]) -> tuple[Receipt, str]:
+    """A receipt and its digest, with a description that fits its pieces, if it has one."""
+    what = f"{store.url}/{names[rank]}"
+    info = store.stat(names[rank])
+    if info is not None and info.size > MAX_RECEIPT_BYTES:
+        raise ManifestError(f"{what} has {info.size} bytes, more than any receipt: load an earlier checkpoint")
+    receipt = decode_receipt(store.read(names[rank]), None, what)
+    if (receipt.save_id, receipt.rank) != (save_id, rank) or not rank < receipt.world_size:
+        raise ManifestError(f"{what} speaks of another save or rank than its name: files of two saves are mixed")
+    part = receipt.description
+    try:
+        if part is not None:
+            _check(receipt, part)
+    except (ValueError, OverflowError) as error:
+        raise ManifestError(f"{what} is not a valid receipt: {error}") from error
+    return receipt, receipt.digest
+
+
+def _check(receipt: Receipt, part: LocalPart) -> None:
+    if len(part.chunks) > len(receipt.pieces):
+        raise ValueError("it has more chunks than pieces")
+    for name, dtype, shape in part.tensors:
+        if dtype not in BY_NAME or any(not 0 <= n < 1 << 60 for n in shape):
+            raise ValueError(f"tensor {name!r} is impossible")
+    for (number, offsets, sizes), piece in zip(part.chunks, receipt.pieces, strict=False):
+        if not 0 <= number < len(part.tensors):
+            raise ValueError("a chunk names no tensor")
+        name, dtype, shape = part.tensors[number]
+        nbytes = BY_NAME[dtype].itemsize
+        if not len(offsets) == len(sizes) == len(shape):
+            raise ValueError(f"a chunk of {name!r} has other dimensions than it")
+        for o, n, length in zip(offsets, sizes, shape, strict=True):
+            nbytes *= n
+            if o < 0 or n < 1 or o + n > length:
+                raise ValueError(f"a chunk leaves {name!r}")
+        if nbytes != piece.nbytes:
+            raise ValueError(f"a chunk of {name!r} has another size than its piece")
+    names = {name for name, _, _ in part.tensors}
+    if not {*part.ties, *part.ties.values()} <= names:
+        raise ValueError("a tie names no tensor")
+
+
+def _assemble(store: ByteStore, receipts: Sequence[tuple[Receipt, str]]) -> bytes:
+    """The bytes of the manifest of complete receipts, by rank."""
+    parts = [r.description for r, _ in receipts]
+    first = receipts[0][0]
+    for receipt, _ in receipts:
+        if receipt.description is None or receipt.world_size != first.world_size:
+            raise ManifestError(
+                f"{store.url}: the receipts of rank 0 and rank {receipt.rank} are of different saves, although "
+                f"both are called {first.save_id}: use a save_token once only"
+            )
+    described = [p for p in parts if p is not None]
+    table = _table(store, described)
+    tree = _tree(described)
+    columns, placed = _columns(table, [c for r, _ in receipts for c in _chunks(r)], store.url)
+    content = ManifestContent(
+        first.save_id,
+        first.world_size,
+        max(p.created for p in described),
+        described[0].library,
+        [f for r, _ in receipts for f in r.files],
+        [digest for _, digest in receipts],
+        encode_tree(tree),
+        bytes(described[0].user),
+        tensor_names(tree),
+        {},
+    )
+    try:
+        return encode_manifest(content, columns, placed)
+    except KeyError as error:
+        raise ManifestError(
+            f"{store.url}: no receipt describes the tensor {error}: load an earlier checkpoint"
+        ) from None
+
+
+def _table(store: ByteStore, parts: Sequence[LocalPart]) -> TensorTable:
+    seen: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    for rank, part in enumerate(parts):
+        for name, dtype, shape in part.tensors:
+            known = seen.setdefault(name, (dtype, shape, rank))
+            if known[:2] != (dtype, shape):
+                raise ManifestError(
+                    f"{store.url}: rank {known[2]} saved {name!r} as {known[0]} {known[1]} but rank {rank} as {dtype} "
+                    f"{shape}: one name is one tensor. Load an earlier checkpoint"
+                )
+    names = tuple(sorted(seen))
+    return TensorTable(names, tuple(seen[n][0] for n in names), tuple(seen[n][1] for n in names))
+
+
+def _tree(parts: Sequence[LocalPart]) -> Node:
+    ranks_of: dict[bytes, list[int]] = {}
+    for rank, part in enumerate(parts):
+        ranks_of.setdefault(bytes(part.state), []).append(rank)
+    tree, conflicts = merge([(ranks, decode_tree(state)) for state, ranks in ranks_of.items()])
+    if conflicts:
+        _warn([c.name for c in conflicts])
+    return tree
+
+
+def _warn(names: Sequence[str]) -> None:
+    shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    warnings.warn(
+        f"ranks saved different values of {shown}: each rank gets its own back, others the lowest rank's. "
+        "Wrap values that belong to a rank in PerRank",
+        stacklevel=2,
+    )
+
+
+def _chunks(receipt: Receipt) -> list[_Chunk]:
+    """What a rank stored, tied names included."""
+    part = receipt.description
+    assert part is not None
+    out = []
+    twins: dict[str, list[str]] = defaultdict(list)
+    for name, first in part.ties.items():
+        twins[first].append(name)
+    for (number, offsets, sizes), piece in zip(part.chunks, receipt.pieces, strict=False):
+        name = part.tensors[number][0]
+        for each in (name, *twins[name]):
+            out.append(
+                _Chunk(each, (offsets, sizes), receipt.rank, receipt.files[piece.file], piece.start, piece.digests)
+            )
+    return out
+
+
+def _columns(table: TensorTable, chunks: Sequence[_Chunk], url: str) -> tuple[Columns, Placed]:
+    """All chunks: the first copy is the lowest rank's of every box; each rank with other ones has a copy of its own."""
+    number_of = {name: i for i, name in enumerate(table.names)}
+    by_box: dict[tuple[str, Box], list[_Chunk]] = defaultdict(list)
+    of_rank: dict[tuple[str, int], list[_Chunk]] = defaultdict(list)
+    for chunk in chunks:
+        by_box[chunk.name, chunk.box].append(chunk)
+        of_rank[chunk.name, chunk.rank].append(chunk)
+    differing = sorted({name for (name, _), same in by_box.items() if len({c.digests for c in same}) > 1})
+    if differing:
+        _warn(differing)
+    cover = _cover(table, number_of, [same[0] for same in by_box.values()], url)
+    rows = [(chunk, 0) for chunk in cover]
+    chosen, copies = set(map(id, cover)), defaultdict[str, int](int)
+    for (name, _), own in of_rank.items():
+        if any(id(chunk) not in chosen for chunk in own):
+            copies[name] += 1
+            rows += [(chunk, copies[name]) for chunk in own]
+    rows.sort(key=lambda row: (number_of[row[0].name], row[1], row[0].box[0]))
+    return _as_columns(table, number_of, rows)
+
+
+def _as_columns(
+    table: TensorTable, number_of: dict[str, int], rows: Sequence[tuple[_Chunk, int]]
+) -> tuple[Columns, Placed]:
+    n = len(rows)
+    tensor = np.array([number_of[c.name] for c, _ in rows], np.int64)
+    rank = np.array([c.rank for c, _ in rows], np.int64)
+    offsets, sizes = _boxes(table, [c for c, _ in rows])
+    copy = np.array([copy for _, copy in rows], np.int64)
+    files = {c.file.name: c.file for c, _ in rows}
+    file_of = {name: i for i, name in enumerate(files)}
+    placed = Placed(
+        tuple(files),
+        np.array([f.rank for f in files.values()], np.int64),
+        np.arange(n),
+        tensor,
+        np.array([file_of[c.file.name] for c, _ in rows], np.int64),
+        np.array([c.start for c, _ in rows], np.int64),
+        offsets,
+        sizes,
+    )
+    return Columns(table, tensor, rank, offsets, sizes, copy, np.full(n, -1, np.int64)), placed
+
+
+def _boxes(table: TensorTable, chunks: Sequence[_Chunk]) -> tuple[IntArray, IntArray]:
+    def column(part: int, fill: int) -> IntArray:
+        rows = [pad(np.array([c.box[part]], np.int64).reshape(1, -1), table.width, fill) for c in chunks]
+        return np.concatenate(rows) if rows else np.zeros((0, table.width), np.int64)
+
+    return column(0, 0), column(1, 1)
+
+
+def _cover(table: TensorTable, number_of: dict[str, int], chunks: list[_Chunk], url: str) -> list[_Chunk]:
+    """Of the distinct boxes, those that cover every tensor exactly once.
+
+    Where ranks held different boxes of a tensor (one all of it, others halves), those inside another one are left out.
+    """
+
+    def bad(found: Sequence[_Chunk]) -> set[int]:
+        tensor = np.array([number_of[c.name] for c in found], np.int64)
+        return set(uncovered(tensor, *_boxes(table, found), table.padded_shapes()).tolist())
+
+    wrong = bad(chunks)
+    if wrong:
+        chunks = [c for c in chunks if number_of[c.name] not in wrong or not _inside_another(c, chunks)]
+        wrong = bad(chunks)
+    if wrong:
+        names = [table.names[i] for i in sorted(wrong)]
+        raise CoverageError(
+            f"{url}: the parts that ranks saved of {', '.join(map(repr, names[:4]))} ({len(names)} tensors) leave a "
+            "hole or overlap: load an earlier checkpoint"
+        )
+    return chunks
+
+
+def _inside_another(chunk: _Chunk, chunks: Sequence[_Chunk]) -> bool:
+    return any(
+        other.name == chunk.name and other.box != chunk.box and _contains(other.box, chunk.box) for other in chunks
+    )
+
+
+def _contains(outer: Box, inner: Box) -> bool:
+    return all(a <= b and b + m <= a + n for a, n, b, m in zip(outer[0], outer[1], inner[0], inner[1], strict=True))
