@@ -29,6 +29,7 @@
     +-- RanksDisagreeError           ranks called with different options or states
     +-- RankFailedError              another rank failed; names rank, file and first cause
     +-- RankTimeoutError             ranks that did not arrive in time, named
+    +-- SaveInFlightError            an asynchronous save is not over in the time given
     +-- StoreError                   the byte store failed (disk full, permission), names the file
     +-- PlatformError                the platform cannot be chosen or loaded
         +-- NoPlatformError
@@ -170,6 +171,10 @@ class RankTimeoutError(CheckpointError):
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
+
+
+class SaveInFlightError(CheckpointError):
+    """An asynchronous save is still running after the time given to wait for it."""
 
 
 class StoreError(CheckpointError):

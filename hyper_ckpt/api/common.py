@@ -12,6 +12,7 @@ from hyper_ckpt.builtin.composite import CompositeTensors
 from hyper_ckpt.builtin.numpy_platform import SingleRank
 from hyper_ckpt.builtin.numpy_tensors import NumpyTensors
 from hyper_ckpt.contracts.platform import Carrier, LocalShard, Platform, TensorDescription, Tensors
+from hyper_ckpt.engine.in_flight import InFlight
 from hyper_ckpt.errors import ManifestError, UnsupportedStateError
 from hyper_ckpt.manifest import Manifest
 from hyper_ckpt.registry import registry
@@ -43,7 +44,18 @@ def resolve_platform(platform: Platform | str | None, state: Any, no_dist: bool)
     if isinstance(platform, str):
         platform = registry().platform(platform)
     chosen = platform or registry().choose(state)
-    return Platform(chosen.name, SingleRank(), chosen.tensors, chosen.stager) if no_dist else chosen
+    if not no_dist:
+        return chosen
+    if "alone" not in chosen.kept:
+        chosen.kept["alone"] = Platform(chosen.name, SingleRank(), chosen.tensors, chosen.stager)
+    alone: Platform = chosen.kept["alone"]
+    return alone
+
+
+def in_flight(platform: Platform) -> InFlight:
+    """The saves of a platform that are finished in the background."""
+    found: InFlight = platform.kept.setdefault("in flight", InFlight())
+    return found
 
 
 def all_tensors(platform: Platform) -> Tensors:

@@ -102,7 +102,8 @@ def load(
         this = Operation(SingleRank(), 0, timeout)
     call = settle(this, resolve)
     quiet = not call.options.progress
-    with Reporter("load", call.store.url, chosen, quiet, registry().observers()) as reporter:
+    reporter = Reporter("load", call.store.url, chosen, quiet, registry().observers()).start()
+    with reporter.failing():
         return Loading(call, this, reporter).run(state_dict)
 
 

@@ -79,7 +79,8 @@ def read(
         None,
     )
     wanted = [keys] if isinstance(keys, str) else keys
-    with Reporter("load", store.url, chosen, not call.options.progress, registry().observers()) as reporter:
+    reporter = Reporter("load", store.url, chosen, not call.options.progress, registry().observers()).start()
+    with reporter.failing():
         for attempts_left in reversed(range(MAX_ATTEMPTS)):
             manifest = reader.load_metadata(store)
             try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 from hyper_ckpt.contracts.events import Event, EventKind, EventSpec, Observer
@@ -16,7 +16,7 @@ _INTERVAL_SECONDS = 0.2
 
 
 class Reporter:
-    """One save or load on this rank, as its observers see it. A context: what is raised inside is told as "failed".
+    """One save or load on this rank, as its observers see it. Begins with `start`; what may fail is done in `failing`.
 
     Args:
         call: which call it is.
@@ -42,7 +42,8 @@ class Reporter:
         self._begin = self._last = time.monotonic()
         self._done = self._total = 0
 
-    def __enter__(self) -> Reporter:
+    def start(self) -> Reporter:
+        """The call begins."""
         for spec in self._specs:
             try:
                 self._observers.append((spec.name, spec.load()))
@@ -51,11 +52,14 @@ class Reporter:
         self._tell("start")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """What is raised inside is told as "failed"."""
+        try:
+            yield
+        except BaseException as error:
             self._tell("failed", error=error)
+            raise
 
     def agreed(self, total: int) -> None:
         """All ranks are there, and this one has `total` bytes to move."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from hyper_ckpt.api.common import (
     CheckpointId,
+    in_flight,
     operation,
     resolve_id,
     resolve_platform,
@@ -80,46 +82,86 @@ def save(
         CheckpointExistsError: a checkpoint is in the way.
         UnsupportedStateError: a value cannot be stored; names it.
         RanksDisagreeError, RankFailedError, RankTimeoutError: another rank is the cause; names it.
+        SaveInFlightError: an asynchronous save is not over within `timeout`. If one has failed, its error.
         StoreError: the store failed; names the file.
         ValueError: neither checkpoint_id nor a writer with a path was given, or options contradict each other.
     """
+    arguments = Arguments(
+        checkpoint_id, storage_writer, planner, use_collectives, remove_redundancy, save_to_minimum_rank, overwrite,
+        durable, threads, max_host_bytes, user_metadata, options or SaveOptions(),
+    )  # fmt: skip
     chosen = resolve_platform(platform, state_dict, no_dist)
-    own_options = options or SaveOptions()
+    # Saves become complete in the order of the calls.
+    in_flight(chosen).wait_room(1, timeout)
+    saving = arguments.start(chosen, timeout, 1)
+    with saving.reporter.failing():
+        begun = saving.begin(state_dict)
+        return begun.finish(begun.write)
 
-    def resolve() -> SaveCall:
-        where = resolve_id(checkpoint_id, storage_writer.checkpoint_id if storage_writer else None, "storage_writer")
-        _check_choices(use_collectives, own_options, planner)
-        policy = SavePolicy(remove_redundancy, save_to_minimum_rank)
+
+@dataclass(frozen=True, eq=False)
+class Arguments:
+    """What `save` and `async_save` are called with, in the order of `save`."""
+
+    checkpoint_id: CheckpointId | None
+    storage_writer: StorageWriter | None
+    planner: SavePlanner | str | None
+    use_collectives: bool
+    remove_redundancy: bool
+    save_to_minimum_rank: bool
+    overwrite: bool
+    durable: bool
+    threads: int | None
+    max_host_bytes: int | None
+    user_metadata: Any
+    options: SaveOptions
+
+    def start(self, platform: Platform, timeout: float, most: int) -> Saving | SavingAlone:
+        """The story that these arguments ask for.
+
+        Args:
+            most: fewer saves than that are in flight.
+
+        Raises:
+            ValueError, CheckpointError: they cannot be meant; or an earlier save in the background failed.
+        """
+        if not self.use_collectives:
+            call = self._resolve(platform, most)
+            save_id = id_of(self.options.save_token, platform.ranks.world_size)
+            return SavingAlone(call, save_id, _reporter(call))
+        # From here on the ranks count this call, so that one which fails at once stays in step with the others.
+        this = operation(platform, timeout, f"save {self.checkpoint_id!r}")
+        call = settle(this, lambda: self._resolve(platform, most))
+        return Saving(call, this, _reporter(call))
+
+    def _resolve(self, platform: Platform, most: int) -> SaveCall:
+        earlier = in_flight(platform).failure(most)
+        if earlier is not None:
+            raise earlier
+        own = self.storage_writer.checkpoint_id if self.storage_writer else None
+        where = resolve_id(self.checkpoint_id, own, "storage_writer")
+        self._check()
+        planner = registry().save_planner(self.planner) if isinstance(self.planner, str) else self.planner
         return SaveCall(
-            chosen,
+            platform,
             registry().store(where),
-            (storage_writer or FileSystemWriter()).at(where),
-            (registry().save_planner(planner) if isinstance(planner, str) else planner) or StandardSavePlanner(policy),
-            own_options,
-            overwrite,
-            durable,
-            threads or default_threads(),
-            max_host_bytes,
-            user_metadata,
+            (self.storage_writer or FileSystemWriter()).at(where),
+            planner or StandardSavePlanner(SavePolicy(self.remove_redundancy, self.save_to_minimum_rank)),
+            self.options,
+            self.overwrite,
+            self.durable,
+            self.threads or default_threads(),
+            self.max_host_bytes,
+            self.user_metadata,
         )
 
-    if not use_collectives:
-        call, save_id = resolve(), id_of(own_options.save_token, chosen.ranks.world_size)
-        with _reporter(call) as reporter:
-            return SavingAlone(call, save_id, reporter).run(state_dict)
-    # From here on the ranks count this call, so that one which fails at once stays in step with the others.
-    this = operation(chosen, timeout, f"save {checkpoint_id!r}")
-    call = settle(this, resolve)
-    with _reporter(call) as reporter:
-        return Saving(call, this, reporter).run(state_dict)
+    def _check(self) -> None:
+        if self.use_collectives and self.options.save_token is not None:
+            raise ValueError("save_token is for use_collectives=False: ranks that talk draw an id of their own")
+        if not self.use_collectives and self.planner is not None:
+            raise ValueError("a planner shares out what ranks hold: with use_collectives=False each stores all of it")
 
 
 def _reporter(call: SaveCall) -> Reporter:
-    return Reporter("save", call.store.url, call.platform, not call.options.progress, registry().observers())
-
-
-def _check_choices(use_collectives: bool, options: SaveOptions, planner: object) -> None:
-    if use_collectives and options.save_token is not None:
-        raise ValueError("save_token is for use_collectives=False: ranks that talk draw an id of their own")
-    if not use_collectives and planner is not None:
-        raise ValueError("a planner shares out what ranks hold: with use_collectives=False each stores all of it")
+    reporter = Reporter("save", call.store.url, call.platform, not call.options.progress, registry().observers())
+    return reporter.start()

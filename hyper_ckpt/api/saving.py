@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,10 +17,11 @@ from hyper_ckpt.agreement import Operation
 from hyper_ckpt.api.common import attempt, few
 from hyper_ckpt.api.reporting import Reporter
 from hyper_ckpt.api.views import metadata_of, own_metadata
-from hyper_ckpt.api.writing import Part, Prepared, Report, SaveCall, Written, plan_digest
+from hyper_ckpt.api.writing import Part, Planned, Prepared, Report, SaveCall, Written, plan_digest
 from hyper_ckpt.columns import Columns, Placed
 from hyper_ckpt.description import World, with_base_load, without
 from hyper_ckpt.engine.commit import Previous, discard_failed, look, publish, remove_leftovers
+from hyper_ckpt.engine.save import WritePiece
 from hyper_ckpt.errors import ConflictError, PlanError
 from hyper_ckpt.manifest import Manifest, ManifestContent, encode_manifest
 from hyper_ckpt.metadata import Metadata
@@ -41,11 +43,31 @@ class _Decision(msgspec.Struct, frozen=True, array_like=True):
     loose: bool
 
 
+@dataclass(frozen=True, eq=False)
+class BegunTogether:
+    """A save that was agreed on: what to write, or why this rank cannot. See `writing.Begun`."""
+
+    saving: Saving
+    prepared: Prepared
+    decision: _Decision
+    ties: Mapping[str, str]
+    planned: Planned | None
+    error: BaseException | None
+
+    def write(self, pieces: list[WritePiece] | None = None) -> Written:
+        if self.error is not None:
+            raise self.error
+        return self.saving.write(_known(self.planned), pieces)
+
+    def finish(self, write: Callable[[], Written]) -> Metadata:
+        return self.saving.finish(self, write)
+
+
 class Saving:
-    """One save on one rank."""
+    """One save on one rank: `begin`, in the caller's thread, then what that returns."""
 
     def __init__(self, call: SaveCall, operation: Operation, reporter: Reporter) -> None:
-        self._call, self._operation, self._reporter = call, operation, reporter
+        self.call, self.reporter, self._operation = call, reporter, operation
         self._ranks, self._part = call.platform.ranks, Part(call)
         self._previous = Previous(None, (), None)
         # What only rank 0 knows.
@@ -53,10 +75,10 @@ class Saving:
         self._columns: Columns | None = None
         self._manifest: Manifest | None = None
 
-    def run(self, state: dict[Any, Any]) -> Metadata:
-        """The story: prepare, meet, exchange, decide, write, publish."""
+    def begin(self, state: dict[Any, Any]) -> BegunTogether:
+        """The first part, in the caller's thread: prepare, meet, exchange, decide, plan."""
         prepared, error = attempt(lambda: self._part.prepare(state))
-        self._operation.meet(self._call.agreed_options(), error)
+        self._operation.meet(self.call.agreed_options(), error)
         assert prepared is not None
         exchanged, error = attempt(
             lambda: (self._operation.exchange(prepared.description), self._gather_trees(prepared))
@@ -67,27 +89,32 @@ class Saving:
         decision = msgspec.msgpack.decode(data, type=_Decision)
         planned = _planned(world, decision.base_load)
         parts = [c.pack() for c in loose[0].by_rank(self._ranks.world_size)] if decision.loose and loose else None
-        written, error = attempt(
-            lambda: self._write(
-                prepared, planned, self._ranks.scatter_bytes(parts) if decision.loose else b"", decision
-            )
+        own, error = attempt(
+            lambda: self._plan(prepared, planned, self._ranks.scatter_bytes(parts) if decision.loose else b"", decision)
         )
+        return BegunTogether(self, prepared, decision, planned.ties, own, error)
+
+    def write(self, planned: Planned, pieces: list[WritePiece] | None) -> Written:
+        """Writes this rank's part; `pieces` are copies of those planned."""
+        return self._part.write(planned if pieces is None else replace(planned, pieces=pieces), self.reporter)
+
+    def finish(self, begun: BegunTogether, write: Callable[[], Written]) -> Metadata:
+        """The last part, in any thread: write, agree, publish. No collective is used."""
+        written, error = attempt(write)
         if written:
-            self._reporter.staged()
+            self.reporter.staged()
         report = written.report() if written else b""
         try:
-            self._operation.agree(
-                "saving", report, error, lambda v: self._publish(v, prepared, planned.ties, decision), True
-            )
+            self._operation.agree("saving", report, error, lambda v: self._publish(v, begun), True)
         except BaseException:
             # A rank that gave up waiting does not know whether rank 0 will still publish: then its files stay.
             if written and self._operation.settled:
-                discard_failed(self._call.store, written.result.names, decision.save_id)
+                discard_failed(self.call.store, written.result.names, begun.decision.save_id)
             raise
         assert written is not None
         total = sum(f.size for f in self._manifest.files) if self._manifest else 0
-        self._reporter.finished("durable" if self._call.durable else "published", total)
-        return self._metadata(written, decision, world.ties)
+        self.reporter.finished("durable" if self.call.durable else "published", total)
+        return self._metadata(written, begun)
 
     def _gather_trees(self, prepared: Prepared) -> list[tuple[list[int], bytes]]:
         """At rank 0, the distinct trees, encoded, with their ranks: one of each is sent."""
@@ -104,7 +131,7 @@ class Saving:
 
     def _decide(self, world: World, trees: list[tuple[list[int], bytes]], loose: list[Columns]) -> bytes:
         """At rank 0: looks at the path, joins the states, and proves that what will be written is whole."""
-        call = self._call
+        call = self.call
         self._previous = look(call.store, call.overwrite)
         self._tree, conflicts = merge([(ranks, decode_tree(tree)) for ranks, tree in trees])
         self._report_conflicts([f"{c.name!r} on ranks {_brief(c.ranks)}" for c in conflicts], "keeps each rank's value")
@@ -121,21 +148,21 @@ class Saving:
         if not found:
             return
         text = f"ranks hold different values of {few(found)}"
-        if self._call.options.conflicts == "error":
+        if self.call.options.conflicts == "error":
             raise ConflictError(f'{text}. Wrap values that belong to a rank in PerRank, or save with conflicts="warn"')
-        warnings.warn(f"{text}: the checkpoint {kept}. Wrap values that belong to a rank in PerRank", stacklevel=8)
+        warnings.warn(f"{text}: the checkpoint {kept}. Wrap values that belong to a rank in PerRank", stacklevel=9)
 
-    def _write(self, prepared: Prepared, world: World, loose: bytes, decision: _Decision) -> Written:
-        """Plans this rank's share, as rank 0 does for all, and writes it."""
+    def _plan(self, prepared: Prepared, world: World, loose: bytes, decision: _Decision) -> Planned:
+        """Plans this rank's share, as rank 0 does for all."""
         rank = self._ranks.rank
-        columns = self._call.planner.finalize_plan(world, Columns.unpack(table_of(world), loose), rank)
+        columns = self.call.planner.finalize_plan(world, Columns.unpack(table_of(world), loose), rank)
         payloads = dict(prepared.flat.payloads)
         payloads |= {name: prepared.flat.blobs[name] for name, owner in decision.blobs if owner == rank}
-        return self._part.write(prepared, columns, decision.save_id, payloads, self._reporter)
+        return self._part.plan(prepared, columns, decision.save_id, payloads)
 
-    def _publish(self, votes: list[bytes], prepared: Prepared, ties: Mapping[str, str], decision: _Decision) -> bytes:
+    def _publish(self, votes: list[bytes], begun: BegunTogether) -> bytes:
         """At rank 0, when all have written: compares what was written with the plan, and commits."""
-        call = self._call
+        call, decision = self.call, begun.decision
         reports = [msgspec.msgpack.decode(v, type=Report) for v in votes]
         columns = self._columns
         assert columns is not None
@@ -149,9 +176,9 @@ class Saving:
             [f for r in reports for f in r.files],
             [r.receipt for r in reports],
             encode_tree(self._tree),
-            prepared.user,
+            begun.prepared.user,
             tensor_names(self._tree),
-            ties,
+            begun.ties,
         )
         data = encode_manifest(content, columns, placed)
         self._manifest = Manifest(data)
@@ -170,12 +197,13 @@ class Saving:
                     f"rank {rank} planned its share otherwise than rank 0: do all ranks run the same version?"
                 )
 
-    def _metadata(self, written: Written, decision: _Decision, ties: Mapping[str, str]) -> Metadata:
+    def _metadata(self, written: Written, begun: BegunTogether) -> Metadata:
+        decision = begun.decision
         if self._manifest is not None:
             return metadata_of(self._manifest)
-        facts = (decision.save_id, self._ranks.world_size, decision.created, self._call.user_metadata)
+        facts = (decision.save_id, self._ranks.world_size, decision.created, self.call.user_metadata)
         files = list(written.result.receipt.files)
-        return own_metadata(written.columns, written.placed, files, written.prepared.flat.tree, facts, ties)
+        return own_metadata(written.columns, written.placed, files, written.prepared.flat.tree, facts, begun.ties)
 
 
 def _known(value: T | None) -> T:

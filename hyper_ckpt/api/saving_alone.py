@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -12,9 +14,10 @@ import xxhash
 
 from hyper_ckpt.api.reporting import Reporter
 from hyper_ckpt.api.views import own_metadata
-from hyper_ckpt.api.writing import Part, Prepared, SaveCall
+from hyper_ckpt.api.writing import Part, Planned, Prepared, SaveCall, Written
 from hyper_ckpt.columns import Columns, TensorTable
 from hyper_ckpt.engine.commit import refuse_occupied
+from hyper_ckpt.engine.save import WritePiece
 from hyper_ckpt.metadata import Metadata
 from hyper_ckpt.planning.describe import local_shards
 from hyper_ckpt.planning.load import plan_alone
@@ -23,38 +26,62 @@ from hyper_ckpt.state import encode_tree
 from hyper_ckpt.version import VERSION as LIBRARY_VERSION
 
 
+@dataclass(frozen=True, eq=False)
+class BegunAlone:
+    """What this rank writes, and what it says of it. See `writing.Begun`."""
+
+    saving: SavingAlone
+    planned: Planned
+    description: LocalPart
+    error: BaseException | None = None
+
+    def write(self, pieces: list[WritePiece] | None = None) -> Written:
+        return self.saving.write(self.planned, self.description, pieces)
+
+    def finish(self, write: Callable[[], Written]) -> Metadata:
+        return self.saving.finish(self.description, write())
+
+
 class SavingAlone:
-    """One rank's save without collectives. The ranks' receipts together are the checkpoint.
+    """One rank's save without collectives: `begin`, then what that returns. All receipts together are the checkpoint.
 
     Args:
         save_id: the same for all ranks of a save, see `id_of`.
     """
 
     def __init__(self, call: SaveCall, save_id: str, reporter: Reporter) -> None:
-        self._call, self._save_id, self._reporter, self._part = call, save_id, reporter, Part(call)
+        self.call, self.reporter, self._save_id, self._part = call, reporter, save_id, Part(call)
 
-    def run(self, state: dict[Any, Any]) -> Metadata:
-        """The story. What fails, fails on this rank alone: the checkpoint then lacks its receipt."""
-        call, prepared = self._call, self._part.prepare(state)
-        refuse_occupied(call.store, self._save_id, self._part.context.rank)
+    def begin(self, state: dict[Any, Any]) -> BegunAlone:
+        """What must be done in the caller's thread. What fails, fails on this rank alone."""
+        prepared = self._part.prepare(state)
+        refuse_occupied(self.call.store, self._save_id, self._part.context.rank)
         columns, ties = self._plan(prepared)
-        flat, now = prepared.flat, time.time()
         part = LocalPart(
-            now,
+            time.time(),
             LIBRARY_VERSION,
-            msgspec.Raw(encode_tree(flat.tree)),
+            msgspec.Raw(encode_tree(prepared.flat.tree)),
             msgspec.Raw(prepared.user),
             tuple((r.name, r.dtype, r.shape) for r in prepared.description.structure.tensors),
             tuple(self._chunks(prepared, columns)),
             ties,
         )
-        payloads = {**flat.payloads, **flat.blobs}
-        written = self._part.write(prepared, columns, self._save_id, payloads, self._reporter, part)
-        self._reporter.staged()
+        payloads = {**prepared.flat.payloads, **prepared.flat.blobs}
+        return BegunAlone(self, self._part.plan(prepared, columns, self._save_id, payloads), part)
+
+    def write(self, planned: Planned, description: LocalPart, pieces: list[WritePiece] | None) -> Written:
+        """Writes this rank's part; `pieces` are copies of those planned."""
+        own = planned if pieces is None else replace(planned, pieces=pieces)
+        return self._part.write(own, self.reporter, description)
+
+    def finish(self, description: LocalPart, written: Written) -> Metadata:
+        """What remains once it is written."""
+        self.reporter.staged()
         files = list(written.result.receipt.files)
-        self._reporter.finished("durable" if call.durable else "published", 0)
-        facts = (self._save_id, self._part.context.world_size, now, call.user_metadata)
-        return own_metadata(columns, written.placed, files, flat.tree, facts, ties)
+        self.reporter.finished("durable" if self.call.durable else "published", 0)
+        facts = (self._save_id, self._part.context.world_size, description.created, self.call.user_metadata)
+        tree = written.prepared.flat.tree
+        return own_metadata(written.columns, written.placed, files, tree, facts, description.ties)
 
     def _plan(self, prepared: Prepared) -> tuple[Columns, dict[str, str]]:
         """Every box that this rank holds: nobody can say who else does. Memory with several names is stored once."""

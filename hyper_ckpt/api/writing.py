@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import xxhash
@@ -23,6 +23,7 @@ from hyper_ckpt.engine.save import SaveJob, Source, WritePiece, WriteResult, sta
 from hyper_ckpt.engine.stage import to_host
 from hyper_ckpt.errors import PlanError, UnsupportedTypeError
 from hyper_ckpt.manifest import VERSION, chunk_starts
+from hyper_ckpt.metadata import Metadata
 from hyper_ckpt.options import DEFAULT_MAX_HOST_BYTES, SaveOptions
 from hyper_ckpt.receipt import FileRecord, LocalPart
 from hyper_ckpt.registry import registry
@@ -77,6 +78,38 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, eq=False)
+class Planned:
+    """What a rank will write: chunks, where they go, and the memory that each piece of a file comes from."""
+
+    prepared: Prepared
+    columns: Columns
+    placed: Placed
+    files: list[FilePlan]
+    pieces: list[WritePiece]
+    save_id: str
+
+
+class Begun(Protocol):
+    """A save after the plan, whatever remains to be agreed on: first `write`, then `finish` with what that returned.
+
+    `planned` is None where `error` says why this rank cannot write; `finish` must be called all the same, with
+    something that raises it.
+    """
+
+    @property
+    def planned(self) -> Planned | None: ...
+
+    @property
+    def error(self) -> BaseException | None: ...
+
+    def write(self, pieces: list[WritePiece] | None = None) -> Written:
+        """Writes this rank's part; `pieces` are copies of those planned."""
+
+    def finish(self, write: Callable[[], Written]) -> Metadata:
+        """Writes by `write`, and does the rest, in any thread."""
+
+
+@dataclass(frozen=True, eq=False)
 class Written:
     """What a rank has written, and from which plan."""
 
@@ -125,40 +158,39 @@ class Part:
         description = self._call.planner.build_local_plan(flat.tensors, skeleton(flat.tree), self.context)
         return Prepared(flat, description, encode_tree(user.tree))
 
-    def write(
-        self,
-        prepared: Prepared,
-        columns: Columns,
-        save_id: str,
-        payloads: Mapping[str, bytes],
-        reporter: Reporter,
-        description: LocalPart | None = None,
-    ) -> Written:
-        """Writes this rank's chunks, payloads and receipt.
+    def plan(self, prepared: Prepared, columns: Columns, save_id: str, payloads: Mapping[str, bytes]) -> Planned:
+        """Gives this rank's chunks and payloads their places, and finds the memory that they come from.
 
         Args:
             columns: the chunks, all of them this rank's.
             payloads: by name.
+        """
+        writer, rank = self._call.writer, self.context.rank
+        placed = writer.place(columns, save_id)
+        sizes = [(name, len(data)) for name, data in payloads.items()]
+        plans = writer.files(columns, placed, rank, save_id, sizes)
+        pieces = [*self._pieces(prepared.flat, columns, placed, plans), *_payload_pieces(plans, payloads)]
+        return Planned(prepared, columns, placed, plans, pieces, save_id)
+
+    def write(self, planned: Planned, reporter: Reporter, description: LocalPart | None = None) -> Written:
+        """Writes this rank's chunks, payloads and receipt.
+
+        Args:
             reporter: told how many bytes there are, and of those written.
             description: for the receipt, where no manifest will speak for this rank.
         """
-        call, rank = self._call, self.context.rank
-        placed = call.writer.place(columns, save_id)
-        plans = call.writer.files(
-            columns, placed, rank, save_id, [(name, len(data)) for name, data in payloads.items()]
-        )
-        pieces = [*self._pieces(prepared.flat, columns, placed, plans), *_payload_pieces(plans, payloads)]
+        call, pieces = self._call, planned.pieces
         limit = call.max_host_bytes
         if limit is None:
             limit = max(DEFAULT_MAX_HOST_BYTES, staging_bytes(pieces))
-        reporter.agreed(sum(plan.data_bytes for plan in plans))
+        reporter.agreed(sum(plan.data_bytes for plan in planned.files))
         job = SaveJob(
             call.store,
             call.platform.stager,
-            plans,
+            planned.files,
             pieces,
-            save_id,
-            rank,
+            planned.save_id,
+            self.context.rank,
             self.context.world_size,
             call.threads,
             Budget(limit),
@@ -166,7 +198,7 @@ class Part:
             reporter.progress,
             description,
         )
-        return Written(write(job), columns, placed, prepared)
+        return Written(write(job), planned.columns, planned.placed, planned.prepared)
 
     def _pieces(self, flat: FlatState, columns: Columns, placed: Placed, plans: list[FilePlan]) -> Iterator[WritePiece]:
         """The chunks with the memory that they come from."""

@@ -235,7 +235,8 @@ class Stager(ABC):
 class Platform:
     """One process group's view of a framework: the three contracts, and what belongs to the group.
 
-    `operations` numbers the saves and loads of the group, the same on every rank.
+    `operations` numbers the saves and loads of the group, the same on every rank; `kept` is what the library keeps
+    for it from call to call.
     """
 
     name: str
@@ -243,6 +244,7 @@ class Platform:
     tensors: Tensors
     stager: Stager
     operations: Iterator[int] = field(default_factory=itertools.count)
+    kept: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,95 @@
+"""What `async_save` returns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+from hyper_ckpt.errors import SaveInFlightError
+from hyper_ckpt.metadata import Metadata
+
+
+class SaveHandle:
+    """A save that is finished in the background. A context: leaving it waits until the checkpoint is complete.
+
+    Args:
+        checkpoint_id: path or URL.
+        timeout: of the save, in seconds.
+        waited: seconds that the call waited for earlier saves.
+    """
+
+    def __init__(self, checkpoint_id: str, timeout: float, waited: float) -> None:
+        self.checkpoint_id, self.timeout, self.waited = checkpoint_id, timeout, waited
+        self._staged, self._over = threading.Event(), threading.Event()
+        self._metadata: Metadata | None = None
+        self._error: BaseException | None = None
+        self._seen = False
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Waits until the state may be changed.
+
+        Raises:
+            SaveInFlightError: that took longer than `timeout` seconds.
+            CheckpointError: the save failed before.
+        """
+        self._wait(self._staged, timeout, "has not copied the state")
+        if self._over.is_set() and self._error is not None:
+            self.result()
+
+    def result(self, timeout: float | None = None) -> Metadata:
+        """Waits until the checkpoint is complete for all ranks.
+
+        Returns:
+            What was saved, as from `save`.
+
+        Raises:
+            SaveInFlightError: that took longer than `timeout` seconds.
+            CheckpointError: the save failed; nothing was published.
+        """
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        assert self._metadata is not None
+        return self._metadata
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Waits as `result` does, and returns what that would raise, or None."""
+        self._wait(self._over, timeout, "is not complete")
+        self._seen = True
+        return self._error
+
+    def done(self) -> bool:
+        """Whether the save is over, well or not."""
+        return self._over.is_set()
+
+    def unseen_failure(self) -> BaseException | None:
+        """Why it failed, if it did and nobody was told; from now on somebody was."""
+        seen, self._seen = self._seen, True
+        return None if seen else self._error
+
+    def run(self, stage: Callable[[], None], finish: Callable[[], Metadata]) -> None:
+        """The background's part: never raises."""
+        try:
+            stage()
+            self._staged.set()
+            self._metadata = finish()
+        except BaseException as error:
+            self._error = error
+        self._staged.set()
+        self._over.set()
+
+    def _wait(self, event: threading.Event, timeout: float | None, what: str) -> None:
+        if not event.wait(timeout):
+            raise SaveInFlightError(f"the save to {self.checkpoint_id} {what} after {timeout:g} s: wait again")
+
+    def __enter__(self) -> SaveHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.result()
+        else:  # that error is the one to raise; this one is told by the next save
+            self._over.wait()
