@@ -13,7 +13,9 @@ from hyper_ckpt.version import VERSION
 __version__ = VERSION
 
 if TYPE_CHECKING:
-    from hyper_ckpt import errors
+    from hyper_ckpt import errors, key_maps
+    from hyper_ckpt.api.async_save import async_save
+    from hyper_ckpt.api.handle import SaveHandle
     from hyper_ckpt.api.load import LoadReport, load
     from hyper_ckpt.api.read import read, read_metadata
     from hyper_ckpt.api.save import save
@@ -21,29 +23,43 @@ if TYPE_CHECKING:
     from hyper_ckpt.builtin.numpy_platform import NumpyPlatform
     from hyper_ckpt.engine.verify import VerifyReport
     from hyper_ckpt.errors import CheckpointError
-    from hyper_ckpt.metadata import Metadata
+    from hyper_ckpt.items import LoadPlan, ReadItem, SavePlan, WriteItem
+    from hyper_ckpt.metadata import Metadata, MetadataIndex
     from hyper_ckpt.options import LoadOptions, SaveOptions
+    from hyper_ckpt.planning.items import ItemLoadPlanner, ItemSavePlanner
     from hyper_ckpt.planning.standard import StandardLoadPlanner, StandardSavePlanner
     from hyper_ckpt.registry import use
     from hyper_ckpt.storage.filesystem import FileSystemReader, FileSystemWriter
+    from hyper_ckpt.storage.plain_reader import PlainSafetensorsReader
     from hyper_ckpt.values import PerRank, ShardedTensor
 
 __all__ = [
     "CheckpointError",
     "FileSystemReader",
     "FileSystemWriter",
+    "ItemLoadPlanner",
+    "ItemSavePlanner",
     "LoadOptions",
+    "LoadPlan",
     "LoadReport",
     "Metadata",
+    "MetadataIndex",
     "NumpyPlatform",
     "PerRank",
+    "PlainSafetensorsReader",
+    "ReadItem",
+    "SaveHandle",
     "SaveOptions",
+    "SavePlan",
     "ShardedTensor",
     "StandardLoadPlanner",
     "StandardSavePlanner",
     "VerifyReport",
+    "WriteItem",
     "__version__",
+    "async_save",
     "errors",
+    "key_maps",
     "load",
     "read",
     "read_metadata",
@@ -56,16 +72,26 @@ _HOME = {
     "CheckpointError": "errors",
     "FileSystemReader": "storage.filesystem",
     "FileSystemWriter": "storage.filesystem",
+    "ItemLoadPlanner": "planning.items",
+    "ItemSavePlanner": "planning.items",
     "LoadOptions": "options",
+    "LoadPlan": "items",
     "LoadReport": "api.load",
     "Metadata": "metadata",
+    "MetadataIndex": "metadata",
     "NumpyPlatform": "builtin.numpy_platform",
     "PerRank": "values",
+    "PlainSafetensorsReader": "storage.plain_reader",
+    "ReadItem": "items",
     "SaveOptions": "options",
+    "SavePlan": "items",
     "ShardedTensor": "values",
     "StandardLoadPlanner": "planning.standard",
     "StandardSavePlanner": "planning.standard",
     "VerifyReport": "engine.verify",
+    "WriteItem": "items",
+    "SaveHandle": "api.handle",
+    "async_save": "api.async_save",
     "load": "api.load",
     "read": "api.read",
     "read_metadata": "api.read",
@@ -76,8 +102,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return importlib.import_module(f"{__name__}.errors")
+    if name in ("errors", "key_maps"):
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

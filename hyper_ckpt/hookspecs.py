@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import pluggy
 
 from hyper_ckpt.contracts.codec import Codec
+from hyper_ckpt.contracts.events import EventSpec
+from hyper_ckpt.contracts.planner import LoadPlanner, SavePlanner
 from hyper_ckpt.contracts.platform import PlatformSpec
 from hyper_ckpt.contracts.store import StoreSpec
 
@@ -34,6 +36,21 @@ class CodecSpec:
     load: Callable[[], Sequence[Codec]]
 
 
+@dataclass(frozen=True)
+class PlannerSpec:
+    """How a plugin announces planners under a name.
+
+    Args:
+        name: unique; what `save(planner=name)` and `load(planner=name)` take.
+        save: makes a save planner; None: the name is for loads only.
+        load: makes a load planner; None: the name is for saves only.
+    """
+
+    name: str
+    save: Callable[[], SavePlanner] | None = None
+    load: Callable[[], LoadPlanner] | None = None
+
+
 @hookspec
 def hyper_ckpt_platforms() -> list[PlatformSpec]:  # type: ignore[empty-body]
     """Platforms of this plugin."""
@@ -47,3 +64,13 @@ def hyper_ckpt_stores() -> list[StoreSpec]:  # type: ignore[empty-body]
 @hookspec
 def hyper_ckpt_codecs() -> list[CodecSpec]:  # type: ignore[empty-body]
     """Codecs of this plugin."""
+
+
+@hookspec
+def hyper_ckpt_events() -> list[EventSpec]:  # type: ignore[empty-body]
+    """Observers of this plugin."""
+
+
+@hookspec
+def hyper_ckpt_planners() -> list[PlannerSpec]:  # type: ignore[empty-body]
+    """Planners of this plugin."""

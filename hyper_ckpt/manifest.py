@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,6 +117,7 @@ class Manifest:
         except (msgspec.ValidationError, msgspec.DecodeError, ValueError, RecursionError) as error:
             raise ManifestError(f"{what} is not a valid manifest: {error}") from error
         self._decoded: dict[str, StoredTensor] = {}
+        self._names: dict[str, str] = {}
         self._expanded: dict[tuple[int, tuple[int, ...]], tuple[IntArray, IntArray, IntArray]] = {}
 
     def _check(self) -> None:
@@ -123,8 +125,8 @@ class Manifest:
         names = [f.name for f in document.files]
         if len(set(names)) != len(names) or any(not PLAIN_NAME.fullmatch(n) for n in names):
             raise ValueError("file names must be plain, relative and distinct")
-        if document.world_size < 1 or len(document.receipts) != document.world_size:
-            raise ValueError("one receipt digest per rank is required")
+        if document.world_size < 1 or len(document.receipts) not in (0, document.world_size):
+            raise ValueError("one receipt digest per rank is required, or none at all")
         for f in document.files:
             if not 0 < f.data_start <= f.size < 1 << 60 or not 0 <= f.rank < document.world_size:
                 raise ValueError(f"the sizes of {f.name} are out of bounds")
@@ -163,8 +165,27 @@ class Manifest:
 
     @property
     def receipts(self) -> Sequence[str]:
-        """The digest of each rank's receipt."""
+        """The digest of each rank's receipt; none where readers made the manifest of files that have no digests."""
         return self._document.receipts
+
+    def renamed(self, names: Mapping[str, str]) -> Manifest:
+        """The same manifest, with tensors and payloads under further names.
+
+        Args:
+            names: the saved name of each further name.
+        """
+        if not names:
+            return self
+        tensors = dict(self._document.tensors)
+        tensors |= {name: self._document.tensors[saved] for name, saved in names.items() if saved in tensors}
+        other = copy.copy(self)
+        other._document = msgspec.structs.replace(self._document, tensors=tensors)
+        other._decoded, other._names = {}, {**self._names, **names}
+        return other
+
+    def saved_name(self, name: str) -> str:
+        """The name under which a payload was saved."""
+        return self._names.get(name, name)
 
     @property
     def tensors(self) -> Mapping[str, Any]:

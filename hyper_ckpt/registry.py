@@ -17,6 +17,8 @@ import pluggy
 
 from hyper_ckpt import hookspecs
 from hyper_ckpt.contracts.codec import Codec
+from hyper_ckpt.contracts.events import EventSpec
+from hyper_ckpt.contracts.planner import LoadPlanner, SavePlanner
 from hyper_ckpt.contracts.platform import Platform, PlatformSpec
 from hyper_ckpt.contracts.store import ByteStore, StoreSpec
 from hyper_ckpt.errors import CheckpointError, MixedFrameworksError, NoPlatformError, PluginError, UnknownSchemeError
@@ -103,6 +105,10 @@ class Registry:
             announces.setdefault(plugin, []).extend(f"store {f'{s}://' if s else 'paths'}" for s in spec.schemes)
         for plugin, spec in self._announced("hyper_ckpt_codecs"):
             announces.setdefault(plugin, []).append(f"codecs for {', '.join(spec.modules)}")
+        for plugin, spec in self._announced("hyper_ckpt_planners"):
+            announces.setdefault(plugin, []).append(f"planner {spec.name}")
+        for plugin, spec in self._announced("hyper_ckpt_events"):
+            announces.setdefault(plugin, []).append(f"observer {spec.name}")
         out = []
         for name in sorted({*self._origins, *self.errors}):
             error = self.errors.get(name)
@@ -122,7 +128,12 @@ class Registry:
             for scheme in spec.schemes:
                 self._claim(owners, f"the store for {scheme}://", plugin)
                 self._stores[scheme] = spec
+        self._observers: list[EventSpec] = [spec for _, spec in self._announced("hyper_ckpt_events")]
         self._codecs: list[hookspecs.CodecSpec] = [spec for _, spec in self._announced("hyper_ckpt_codecs")]
+        self._planners: dict[str, hookspecs.PlannerSpec] = {}
+        for plugin, spec in self._announced("hyper_ckpt_planners"):
+            self._claim(owners, f"planner {spec.name!r}", plugin)
+            self._planners[spec.name] = spec
 
     def _claim(self, owners: dict[str, str], what: str, plugin: str) -> None:
         """Two plugins for one thing: neither is used, lest the order of installation decide."""
@@ -157,6 +168,10 @@ class Registry:
                     out += spec.load()
         return tuple(out)
 
+    def observers(self) -> tuple[EventSpec, ...]:
+        """Who wants to know how saves and loads get on."""
+        return tuple(self._observers)
+
     def store(self, checkpoint_id: str) -> ByteStore:
         """Opens the store that claims this path or URL by its scheme.
 
@@ -186,15 +201,57 @@ class Registry:
             NoPlatformError: there is none of this name.
             PluginError: it failed to load.
         """
+        spec = self.platform_spec(name)
+        with _blaming(f"platform {name!r}", spec.install):
+            return spec.load()
+
+    def platform_spec(self, name: str) -> PlatformSpec:
+        """What a plugin announces of a platform.
+
+        Raises:
+            NoPlatformError: there is none of this name.
+            PluginError: two plugins announce it.
+        """
         if name not in self._platforms:
             raise NoPlatformError(
                 f"no platform {name!r}. Installed: {', '.join(sorted(self._platforms))}{self._broken()}"
             )
-        what, spec = f"platform {name!r}", self._platforms[name]
+        if (what := f"platform {name!r}") in self._clashes:
+            raise self._clashes[what]
+        return self._platforms[name]
+
+    def save_planner(self, name: str) -> SavePlanner:
+        """Makes the save planner that a plugin announces under this name.
+
+        Raises:
+            PluginError: none does, two do, or it cannot be made.
+        """
+        what, make = f"planner {name!r}", self._planner(name).save
+        if make is None:
+            raise PluginError(f"{what} is for loads only: save with another one")
+        with _blaming(what, "upgrade the plugin that has it"):
+            return make()
+
+    def load_planner(self, name: str) -> LoadPlanner:
+        """Makes the load planner that a plugin announces under this name.
+
+        Raises:
+            PluginError: none does, two do, or it cannot be made.
+        """
+        what, make = f"planner {name!r}", self._planner(name).load
+        if make is None:
+            raise PluginError(f"{what} is for saves only: load with another one, or with none")
+        with _blaming(what, "upgrade the plugin that has it"):
+            return make()
+
+    def _planner(self, name: str) -> hookspecs.PlannerSpec:
+        what = f"planner {name!r}"
         if what in self._clashes:
             raise self._clashes[what]
-        with _blaming(what, spec.install):
-            return spec.load()
+        if name not in self._planners:
+            known = ", ".join(sorted(self._planners)) or "none"
+            raise PluginError(f"no plugin announces {what}. Announced: {known}{self._broken()}")
+        return self._planners[name]
 
     def choose(self, state: Any) -> Platform:
         """The platform for a state, where the caller names none.

@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "hyper_ckpt"
 
 # A module imports from rows above its own, within a row from names further left, and freely inside its own package.
 ROWS = [
-    ["version", "errors", "box", "dtypes"],
-    ["layout", "values", "description", "columns", "metadata", "options"],
+    ["version", "errors", "box", "dtypes", "text"],
+    ["layout", "values", "description", "columns", "metadata", "items", "options", "key_maps"],
     ["receipt", "manifest"],
     ["contracts"],
     ["state"],
@@ -27,7 +27,7 @@ ROWS = [
     ["registry"],
     ["builtin"],
     ["api"],
-    ["manager", "cli", "testing"],
+    ["manager", "testing", "cli"],
 ]
 ORDER = [part for row in ROWS for part in row]
 NEVER = {("engine", "planning")}  # (who, whom), although the rows would allow it

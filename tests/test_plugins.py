@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import json
+import subprocess
+import sys
 import types
 from typing import Any
 
@@ -12,7 +14,8 @@ from hyper_ckpt.cli.app import cli
 from hyper_ckpt.contracts.platform import PlatformSpec
 from hyper_ckpt.contracts.store import StoreSpec
 from hyper_ckpt.errors import PluginError
-from hyper_ckpt.hookspecs import CONTRACT_VERSION, hookimpl
+from hyper_ckpt.hookspecs import CONTRACT_VERSION, PlannerSpec, hookimpl
+from hyper_ckpt.planning.standard import StandardLoadPlanner, StandardSavePlanner
 from hyper_ckpt.registry import BLOCKED_VARIABLE, Registry, registry
 
 
@@ -90,6 +93,47 @@ def test_two_distributions_with_one_plugin_name(monkeypatch: pytest.MonkeyPatch)
     assert "dist-a and dist-b" in str(found.errors["a"])
 
 
+def planners(*specs: PlannerSpec) -> Any:
+    module = plugin()
+    module.hyper_ckpt_planners = hookimpl(lambda: list(specs))
+    return module
+
+
+def test_planners_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = PlannerSpec("both", StandardSavePlanner, StandardLoadPlanner), PlannerSpec("saves", StandardSavePlanner)
+    found = registry_with(monkeypatch, FakeEntry("p", "dist-p", planners(*specs)))
+    assert isinstance(found.save_planner("both"), StandardSavePlanner)
+    assert isinstance(found.load_planner("both"), StandardLoadPlanner)
+    assert found.save_planner("both") is not found.save_planner("both")
+    with pytest.raises(PluginError, match="'saves' is for saves only"):
+        found.load_planner("saves")
+    with pytest.raises(PluginError, match=r"no plugin announces planner 'other'. Announced: both, saves"):
+        found.save_planner("other")
+    by_name = {p.name: p for p in found.plugins()}
+    assert by_name["p"].announces == ("planner both", "planner saves")
+
+
+def test_two_distributions_with_one_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = PlannerSpec("same", None, StandardLoadPlanner)
+    found = registry_with(
+        monkeypatch, FakeEntry("a", "dist-a", planners(spec)), FakeEntry("b", "dist-b", planners(spec))
+    )
+    for get in (found.save_planner, found.load_planner):
+        with pytest.raises(PluginError, match=r"'same' is announced by .*'a' of dist-a and 'b' of dist-b"):
+            get("same")
+
+
+def test_a_planner_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> Any:
+        raise OSError("no licence")
+
+    found = registry_with(monkeypatch, FakeEntry("p", "dist-p", planners(PlannerSpec("bad", fails, None))))
+    with pytest.raises(PluginError, match=r"planner 'bad' cannot be loaded: OSError: no licence"):
+        found.save_planner("bad")
+    with pytest.raises(PluginError, match="for saves only"):
+        found.load_planner("bad")
+
+
 def test_a_blocked_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(BLOCKED_VARIABLE, "a, other")
     found = registry_with(monkeypatch, FakeEntry("a", "dist-a", plugin("one")))
@@ -100,9 +144,20 @@ def test_a_blocked_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_lists_them() -> None:
     listed = CliRunner().invoke(cli, ["plugins", "--json"])
     by_name = {p["name"]: p for p in json.loads(listed.stdout)["plugins"]}
-    assert by_name["builtin"]["announces"] == ["platform numpy", "store paths", "store memory://"]
+    assert by_name["builtin"]["announces"] == [
+        "platform numpy", "store paths", "store memory://", "observer log lines", "observer progress bar",
+    ]  # fmt: skip
     assert by_name["torch"]["distribution"] == "hyper-ckpt-torch"
     assert by_name["torch"]["error"] is None
     shown = CliRunner().invoke(cli, ["plugins"]).stdout
     assert "torch  (hyper-ckpt-torch 0.1.0)\n  platform torch\n" in shown
     assert {p.name for p in registry().plugins()} == set(by_name)
+
+
+def test_finding_plugins_imports_no_framework() -> None:
+    script = (
+        "import sys; from hyper_ckpt.registry import registry; found = registry().plugins();"
+        "print(*(m for m in ('torch', 'mindspore', 'rich', 'click') if m in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == []

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
 
 from hyper_ckpt.agreement.exchange import Exchange
+from hyper_ckpt.agreement.heartbeat import SILENT_SECONDS, Listener, beating
 from hyper_ckpt.agreement.verdict import Verdict, Vote, is_interrupt, names, printable, rebuild, report, vote_of
 from hyper_ckpt.contracts.platform import Ranks
 from hyper_ckpt.description import Description, World
@@ -84,8 +86,10 @@ class Operation:
     _steps: int = field(init=False, default=0)
     _left: list[str] = field(init=False, default_factory=list)
     settled: bool = field(init=False, default=True)
+    _listener: Listener = field(init=False)
 
     def __post_init__(self) -> None:
+        self._listener = Listener(self.ranks, self._beat_key)
         self._deadline = time.monotonic() + self.timeout
 
     def agree(
@@ -165,6 +169,18 @@ class Operation:
             for old in (key, f"hyper-ckpt/{self.number}/{self._steps - 2}", *self._left):
                 mailbox.delete(old)
 
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around long work and the step that ends it: gives signs of life, so that slow is not taken for dead."""
+        if self.ranks.world_size == 1:
+            yield
+            return
+        with beating(self.ranks.mailbox, self._beat_key(self.ranks.rank)):
+            yield
+
+    def _beat_key(self, rank: int) -> str:
+        return f"hyper-ckpt/{self.number}/beat/{rank}"
+
     @property
     def _step_key(self) -> str:
         return f"hyper-ckpt/{self.number}/{self._steps}"
@@ -221,15 +237,13 @@ class Operation:
         votes = self._count(key)
         self._decided = time.monotonic()
         silent = tuple(r for r in range(self.ranks.world_size) if r not in votes)
+        silent = tuple(sorted(self._listener.dead_ranks & set(silent))) or silent
         bad = {r: v for r, v in sorted(votes.items()) if v.error}
         verdict = Verdict()
         if bad:
             verdict = report(step, bad)
         elif silent:
-            message = (
-                f"{step}: {names(silent)} did not answer within {self.timeout:g} s. Look at their logs: they may "
-                "have died, hang, or never called; raise timeout= if they are only slow"
-            )
+            message = f"{step}: {names(silent)} {self._excuse(set(silent))}"
             verdict = Verdict(error="RankTimeoutError", message=message, ranks=silent)
         elif decide is not None:
             try:
@@ -242,6 +256,19 @@ class Operation:
             # Everybody who voted now has read the verdict before; one that has not may still look for it.
             self.ranks.mailbox.delete(f"hyper-ckpt/{self.number}/{self._steps - 2}")
         return verdict, error
+
+    def _excuse(self, silent: set[int]) -> str:
+        """What is known of ranks that did not answer."""
+        if silent & self._listener.dead_ranks:
+            return (
+                f"gave no sign of life for {SILENT_SECONDS:g} s: the process has ended, or was stopped. Look at its log"
+            )
+        late = f"did not answer within {self.timeout:g} s"
+        if silent == self._listener.alive(silent):
+            return f"{late}, but still at work: raise timeout=, or find out what makes it slow"
+        return (
+            f"{late}. Look at the log: it may have died, hang, or never have called; raise timeout= if it is only slow"
+        )
 
     def _count(self, key: str) -> dict[int, Vote]:
         """The votes: everybody's, or those until one was an error or the time was up."""
@@ -259,6 +286,8 @@ class Operation:
                 return votes
             if len(votes) == before and time.monotonic() > self._deadline:
                 return votes
+            if len(votes) == before and self._listener.dead(set(range(self.ranks.world_size)) - votes.keys()):
+                return votes
             pause = _sleep(pause) if len(votes) == before else _FIRST_POLL
         if time.monotonic() > self._deadline:
             # This rank was late itself: whoever gave up waiting for it has voted again.
@@ -270,14 +299,9 @@ class Operation:
         mailbox, pause = self.ranks.mailbox, _FIRST_POLL
         # Rank 0 waits until the deadline itself: give its verdict time to arrive.
         limit = self._deadline + 1.0 + 0.05 * self.timeout
-        while (data := mailbox.get(key)) is None and time.monotonic() < limit:
+        while (data := mailbox.get(key)) is None and time.monotonic() < limit and not self._listener.dead({0}):
             pause = _sleep(pause)
-        given_up = Verdict(
-            error="RankTimeoutError",
-            message=f"{step}: rank 0 did not answer within {self.timeout:g} s. Look at its log: it may have died, "
-            "hang, or never have called; raise timeout= if it is only slow",
-            ranks=(0,),
-        )
+        given_up = Verdict(error="RankTimeoutError", message=f"{step}: rank 0 {self._excuse({0})}", ranks=(0,))
         if data is None:
             # Should it come after all, it must not go on without this rank; but it may have decided just now.
             late = Vote(error=given_up.error, message=given_up.message, ranks=given_up.ranks)

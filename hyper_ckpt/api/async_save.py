@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from hyper_ckpt.api.common import CheckpointId, attempt, in_flight, resolve_platform
@@ -70,7 +71,7 @@ def async_save(
     handle = SaveHandle(saving.call.store.url, timeout, waited)
     with saving.reporter.failing():
         rest = _Rest(saving.call, saving.reporter, saving.begin(state_dict))
-    flight.submit(handle, lambda: handle.run(rest.wait_staged, rest.finish))
+    flight.submit(handle, lambda: handle.run(rest.finish))
     return handle
 
 
@@ -102,24 +103,21 @@ class _Rest:
         )
         self._written = self._begun.write()
 
-    def wait_staged(self) -> None:
-        """Returns when the state may change; from any thread."""
-        if self._copies is not None:
-            self._copies.wait()
-
-    def finish(self) -> Metadata:
-        """The background's part."""
+    def finish(self, staged: Callable[[], None]) -> Metadata:
+        """The background's part; `staged` is called when the state may change."""
         try:
             with self._reporter.failing():
-                return self._begun.finish(self._result)
+                return self._begun.finish(lambda: self._result(staged))
         finally:
             if self._copies is not None:
                 self._copies.release()
 
-    def _result(self) -> Written:
+    def _result(self, staged: Callable[[], None]) -> Written:
         if self._error is not None:
             raise self._error
         if self._copies is not None:
+            self._copies.wait()
+            staged()
             return self._begun.write(self._copies.pieces)
         assert self._written is not None
         return self._written

@@ -68,12 +68,10 @@ class SaveHandle:
         seen, self._seen = self._seen, True
         return None if seen else self._error
 
-    def run(self, stage: Callable[[], None], finish: Callable[[], Metadata]) -> None:
-        """The background's part: never raises."""
+    def run(self, finish: Callable[[Callable[[], None]], Metadata]) -> None:
+        """The background's part: never raises. `finish` calls what it is given when the state may change."""
         try:
-            stage()
-            self._staged.set()
-            self._metadata = finish()
+            self._metadata = finish(self._staged.set)
         except BaseException as error:
             self._error = error
         self._staged.set()

@@ -165,7 +165,7 @@ class Loading:
             manifest = match.manifest or manifest
             stored = Stored(self._call.store, manifest, self._call.verify != "off")
             loader = self.plan(skeleton(flat.tree), manifest, match, stored)
-        with self._phase("read"):
+        with self._phase("read"), self._operation.working():
             _, error = attempt(lambda: self._read(flat, match, stored, loader))
             stopped = isinstance(error, StoppedError)
             if error is not None:

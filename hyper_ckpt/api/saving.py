@@ -100,12 +100,14 @@ class Saving:
 
     def finish(self, begun: BegunTogether, write: Callable[[], Written]) -> Metadata:
         """The last part, in any thread: write, agree, publish. No collective is used."""
-        written, error = attempt(write)
-        if written:
-            self.reporter.staged()
-        report = written.report() if written else b""
+        written: Written | None = None
         try:
-            self._operation.agree("saving", report, error, lambda v: self._publish(v, begun), True)
+            with self._operation.working():
+                written, error = attempt(write)
+                if written:
+                    self.reporter.staged()
+                report = written.report() if written else b""
+                self._operation.agree("saving", report, error, lambda v: self._publish(v, begun), True)
         except BaseException:
             # A rank that gave up waiting does not know whether rank 0 will still publish: then its files stay.
             if written and self._operation.settled:

@@ -17,7 +17,7 @@ from hyper_ckpt.storage.alone import find_alone
 from hyper_ckpt.storage.local_store import LocalStore
 from hyper_ckpt.storage.syscalls import store_error
 
-_PART = re.compile(r"rank-\d{5,}-[0-9a-f]{16}(-\d{4,})?\.safetensors|receipts/rank-\d{5,}-[0-9a-f]{16}\.json")
+_PART = re.compile(r"rank-\d{5,}-[0-9a-f]{16}(-[A-Za-z0-9._-]+)?\.safetensors|receipts/rank-\d{5,}-[0-9a-f]{16}\.json")
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from hyper_ckpt.storage.alone import find_alone
 from hyper_ckpt.storage.names import is_temporary
 
 _OWN_FILE = re.compile(
-    r"(?:receipts/)?rank-\d{5,}-([0-9a-f]{16})(?:-\d{4,})?\.(?:safetensors|json)(?:\.tmp-[0-9a-f]+)?"
+    r"(?:receipts/)?rank-\d{5,}-([0-9a-f]{16})(?:-[A-Za-z0-9._-]+)?\.(?:safetensors|json)(?:\.tmp-[0-9a-f]+)?"
 )
 _ID = re.compile("[0-9a-f]{16}")
 _TEMPORARY_MANIFEST = re.compile(re.escape(MANIFEST_NAME) + r"\.tmp-[0-9a-f]+")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hyper_ckpt.box import IntArray, cut, offsets_inside
+from hyper_ckpt.box import IntArray, cut, offsets_inside, uncovered
 from hyper_ckpt.columns import Columns, Located
 from hyper_ckpt.contracts.platform import ByteBuffer, Carrier, LocalShard, Pending, Ranks, Stager
 from hyper_ckpt.contracts.store import ByteStore
@@ -19,6 +20,7 @@ from hyper_ckpt.dtypes import dtype_of
 from hyper_ckpt.engine.budget import Budget
 from hyper_ckpt.engine.pieces import SEGMENT_BYTES, Piece, PieceReader
 from hyper_ckpt.engine.shared import SharedPart
+from hyper_ckpt.engine.stage import settle
 from hyper_ckpt.engine.stored import Stored
 from hyper_ckpt.engine.workers import Task, run_all
 from hyper_ckpt.errors import PlanError, TargetError
@@ -31,7 +33,11 @@ Rows = npt.NDArray[np.intp]
 
 @dataclass(eq=False)
 class Target:
-    """One shard to fill. `view` is its memory, or a staging buffer that is copied in at the end."""
+    """One shard to fill. `view` is its memory, or a staging buffer that is copied in at the end.
+
+    `remaining` counts the boxes that are still to be filled. `keeps`: not all of it is filled while its buffer is
+    held, so that what it has must be copied out first.
+    """
 
     name: str
     shard: LocalShard
@@ -39,6 +45,7 @@ class Target:
     view: Carrier | None
     staging: ByteBuffer | None = None
     remaining: int = 0
+    keeps: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -95,6 +102,7 @@ class LoadJob:
         targets: by tensor name, the shards that the boxes lie in.
         batch_ready: waits until all ranks of a group have read a batch.
         batch_bytes: the same on all ranks.
+        progress: told of bytes read or received, by any thread.
     """
 
     ranks: Ranks
@@ -108,6 +116,7 @@ class LoadJob:
     batch_bytes: int
     threads: int
     max_host_bytes: int | None
+    progress: Callable[[int], None]
 
 
 @dataclass
@@ -126,23 +135,60 @@ class Loader:
         self.job = job
         self.counts = LoadCounts()
         self.nbytes = job.columns.nbytes()
+        order = np.argsort(job.located.want, kind="stable")
+        self._handles: list[Any] = []
+        self._held: dict[int, tuple[ByteBuffer, int]] = {}
+        self._broadcasting = False
+        self._located_order = order
+        self._located_want = job.located.want[order]
+        self._places: dict[int, tuple[Target, tuple[int, ...]]] = {}
+        self._count_rows()
         largest = max((t.nbytes for ts in job.targets.values() for t in ts if t.view is None), default=0)
         shared = bool((job.columns.group >= 0).any())
         scratch = SEGMENT_BYTES + 3 * BLOCK_BYTES
-        need = 2 * largest + shared * 2 * job.batch_bytes + 3 * BLOCK_BYTES
+        held = max(2 * largest + shared * job.batch_bytes, self._shared_staging())
+        need = held + shared * job.batch_bytes + 3 * BLOCK_BYTES
         limit = max(default_host_bytes, need + scratch) if job.max_host_bytes is None else job.max_host_bytes
         self.budget = Budget(limit)
         self.budget.require(need, f"a load with shards of {largest} bytes outside host memory")
         self._scratch = min(scratch, limit - need + 3 * BLOCK_BYTES)
         self._staging_limit = max(limit - need - scratch + 2 * largest, largest)
-        self._reader = PieceReader(job.store, job.stager, self.budget, self._scratch)
-        order = np.argsort(job.located.want, kind="stable")
-        self._handles: list[Any] = []
-        self._located_order = order
-        self._located_want = job.located.want[order]
-        self._places: dict[int, tuple[Target, tuple[int, ...]]] = {}
-        for row in range(len(job.columns)):
-            self._target(row)[0].remaining += 1
+        self._reader = PieceReader(job.store, job.stager, self.budget, self._scratch, job.progress)
+
+    def _count_rows(self) -> None:
+        """Counts the boxes of every target, and finds the staged ones that are filled only in part."""
+        rows_of: dict[int, list[int]] = {}
+        for row in range(len(self.job.columns)):
+            target = self._target(row)[0]
+            target.remaining += 1
+            if target.view is None:
+                rows_of.setdefault(id(target), []).append(row)
+        for rows in rows_of.values():
+            target = self._target(rows[0])[0]
+            target.keeps = self.nbytes[rows[0]] != target.nbytes and not self._fills(rows, target.shard)
+
+    def _fills(self, rows: list[int], shard: LocalShard) -> bool:
+        """Whether wanted boxes fill a shard exactly once."""
+        d, columns = len(shard.sizes), self.job.columns
+        offsets, whole = columns.offsets[rows], np.ones((1, columns.offsets.shape[1]), np.int64)
+        offsets[:, :d] -= np.array(shard.offsets, np.int64)
+        whole[0, :d] = shard.sizes
+        return not len(uncovered(np.zeros(len(rows), np.int64), offsets, columns.sizes[rows], whole))
+
+    def _shared_staging(self) -> int:
+        """The most bytes of staging buffers that are held at once while shared boxes are read."""
+        batches = [[self._target(r)[0] for r in members] for _, _, members in self._shared_batches()]
+        left = Counter(id(t) for targets in batches for t in targets if t.view is None)
+        opened: set[int] = set()
+        held = most = 0
+        for targets in batches:
+            staged = {id(t): t for t in targets if t.view is None}
+            held += sum(t.nbytes for key, t in staged.items() if key not in opened)
+            opened |= staged.keys()
+            most = max(most, held)
+            left.subtract(id(t) for t in targets if t.view is None)
+            held -= sum(t.nbytes for key, t in staged.items() if not left[key])
+        return most
 
     def verify_first(self) -> None:
         """Checks every block that will be read, before any target is touched."""
@@ -161,29 +207,63 @@ class Loader:
 
     def run(self) -> None:
         """Fills every target."""
+        try:
+            self._run()
+        except BaseException:
+            self._give_back()
+            raise
+        self.counts.peak_host_bytes = self.budget.peak
+
+    def _run(self) -> None:
         alone = np.flatnonzero(self.job.columns.group < 0)
         for rows in self._staging_batches(alone):
             self._open(rows)
             run_all([t for r in rows for t in self.read_tasks(r, self.destination(r))], self.job.threads)
             self._close(rows)
+            self._set_aside(rows)
         self._run_shared()
-        self.counts.peak_host_bytes = self.budget.peak
+
+    def take(self, nbytes: int) -> ByteBuffer:
+        """A buffer of the pool, counted; given back by `give`, or when the load fails."""
+        self.budget.acquire(nbytes)
+        buffer = self.job.stager.buffer(nbytes)
+        self._held[id(buffer)] = (buffer, nbytes)
+        return buffer
+
+    def give(self, buffer: ByteBuffer) -> None:
+        """Takes a buffer back."""
+        _, nbytes = self._held.pop(id(buffer))
+        self.job.stager.release(buffer)
+        self.budget.release(nbytes)
+
+    def _give_back(self) -> None:
+        """After a failure: what is held goes back to the pool, unless a broadcast may still write into it."""
+        if not self._broadcasting:
+            for buffer, _ in list(self._held.values()):
+                self.give(buffer)
 
     def _run_shared(self) -> None:
         columns = self.job.columns
-        present = np.unique(columns.group[columns.group >= 0]).tolist()
-        for number in present:
-            rows = np.flatnonzero(columns.group == number)
+        for number, batch, members in self._shared_batches():
             group = columns.groups[number]
+            self._open(members)
+            parts = [SharedPart(self, reader, members) for reader in group]
+            run_all([t for p in parts if p.reader == self.job.ranks.rank for t in p.tasks()], self.job.threads)
+            # A rank enters the broadcasts only when every rank of the group has read its part.
+            self.job.batch_ready(f"{number}/{batch}", group)
+            self._broadcasting = True
+            for part in parts:
+                part.exchange(self._handles[number])
+            self._broadcasting = False
+            self._close(members)
+
+    def _shared_batches(self) -> Iterator[tuple[int, int, list[int]]]:
+        """Number of the group, number of the batch in it, rows: what is read and passed on at once, in this order."""
+        columns = self.job.columns
+        for number in np.unique(columns.group[columns.group >= 0]).tolist():
+            rows = np.flatnonzero(columns.group == number)
             for batch, members in enumerate(_batches(self.nbytes, rows, self.job.batch_bytes)):
-                self._open(members)
-                parts = [SharedPart(self, reader, members) for reader in group]
-                run_all([t for p in parts if p.reader == self.job.ranks.rank for t in p.tasks()], self.job.threads)
-                # A rank enters the broadcasts only when every rank of the group has read its part.
-                self.job.batch_ready(f"{number}/{batch}", group)
-                for part in parts:
-                    part.exchange(self._handles[number])
-                self._close(members)
+                yield number, batch, members
 
     def _staging_batches(self, rows: Rows) -> Iterator[list[int]]:
         """Rows in batches whose staged shards fit the budget; rows into host memory are all in the first."""
@@ -206,28 +286,52 @@ class Loader:
             yield batch
 
     def _open(self, rows: Sequence[int]) -> None:
+        kept: list[tuple[Target, ByteBuffer]] = []
         for row in rows:
             target, _ = self._target(row)
             if target.view is None:
-                self.budget.acquire(target.nbytes)
-                target.staging = self.job.stager.buffer(target.nbytes)
+                target.staging = self.take(target.nbytes)
                 flat = target.staging[: target.nbytes].view(dtype_of(target.dtype).carrier)
                 target.view = flat.reshape(target.shard.sizes)
+                if target.keeps:
+                    kept.append((target, target.staging))
+        self._copy(self.job.stager.copy_out(target.shard, buffer) for target, buffer in kept)
 
     def _close(self, rows: Sequence[int]) -> None:
         """Copies in the shards of which every box has been filled."""
-        done: list[tuple[Target, Pending]] = []
         for row in rows:
-            target, _ = self._target(row)
-            target.remaining -= 1
-            if target.remaining == 0 and target.staging is not None:
-                done.append((target, self.job.stager.copy_in(target.staging, target.shard)))
-        for target, pending in done:
-            pending.wait()
-            assert target.staging is not None
-            self.job.stager.release(target.staging)
-            self.budget.release(target.nbytes)
+            self._target(row)[0].remaining -= 1
+        self._copy_in(t for t in self._staged(rows) if t.remaining == 0)
+
+    def _set_aside(self, rows: Sequence[int]) -> None:
+        """Copies in the shards of which other boxes are filled later: their buffers might be wanted before that."""
+        for target in (unfinished := self._staged(rows)):
+            target.keeps = True
+        self._copy_in(unfinished)
+
+    def _staged(self, rows: Sequence[int]) -> list[Target]:
+        """The shards of some rows that have a buffer now."""
+        targets = {id(t): t for t in (self._target(row)[0] for row in rows) if t.staging is not None}
+        return list(targets.values())
+
+    def _copy_in(self, targets: Iterable[Target]) -> None:
+        """Copies buffers into their shards, and gives them back."""
+        filled = [(target, target.staging) for target in targets if target.staging is not None]
+        self._copy(self.job.stager.copy_in(buffer, target.shard) for target, buffer in filled)
+        for target, buffer in filled:
+            self.give(buffer)
             target.view, target.staging = None, None
+
+    def _copy(self, copies: Iterable[Pending]) -> None:
+        """Starts copies, then waits for all of them, also where one fails."""
+        started: list[Pending] = []
+        try:
+            started.extend(copies)
+            for pending in started:
+                pending.wait()
+        except BaseException:
+            settle(started)
+            raise
 
     def _target(self, row: int) -> tuple[Target, tuple[int, ...]]:
         """The shard that a wanted box lies in, and the box's offsets inside it."""

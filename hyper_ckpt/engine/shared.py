@@ -48,8 +48,7 @@ class SharedPart:
             destination = self._loader.destination(rows[0])
             if destination.flags.c_contiguous:
                 return Message(destination.reshape(-1).view(np.uint8), [(rows[0], destination, destination)])
-        self._loader.budget.acquire(nbytes)
-        pooled = self._loader.job.stager.buffer(nbytes)
+        pooled = self._loader.take(nbytes)
         message, at = Message(pooled[:nbytes], [], pooled), 0
         for row in rows:
             destination = self._loader.destination(row)
@@ -79,5 +78,4 @@ class SharedPart:
             if message.pooled is not None:
                 for _, destination, view in message.boxes:
                     destination[...] = view
-                self._loader.job.stager.release(message.pooled)
-                self._loader.budget.release(len(message.buffer))
+                self._loader.give(message.pooled)

@@ -12,6 +12,7 @@ from hyper_ckpt.box import cut
 from hyper_ckpt.contracts.platform import ByteBuffer, Carrier, Pending, Stager
 from hyper_ckpt.dtypes import dtype_of
 from hyper_ckpt.engine.save import Source, WritePiece
+from hyper_ckpt.engine.stage import settle
 from hyper_ckpt.engine.workers import Task, run_all
 
 SEGMENT_BYTES = 8 << 20
@@ -27,7 +28,7 @@ class Snapshot:
     Args:
         pieces: in the order given.
         pending: copies under way.
-        release: gives the buffers back.
+        release: gives the buffers back, once no copy uses them any more.
     """
 
     pieces: list[WritePiece]
@@ -52,6 +53,7 @@ def snapshot(pieces: Sequence[WritePiece], stager: Stager, threads: int) -> Snap
     pending: list[Pending] = []
 
     def release() -> None:
+        settle(pending)
         while buffers:
             stager.release(buffers.pop())
 
@@ -68,8 +70,6 @@ def snapshot(pieces: Sequence[WritePiece], stager: Stager, threads: int) -> Snap
         run_all(_copy_tasks(copied, places), threads)
         return Snapshot([_moved(p, staged, places) for p in pieces], tuple(pending), release)
     except BaseException:
-        for copy in pending:
-            copy.wait()
         release()
         raise
 

@@ -1,15 +1,24 @@
-"""Whole small tensors between a platform and bytes."""
+"""Whole small tensors between a platform and bytes, and copies that are left when something failed."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from hyper_ckpt.contracts.platform import Stager, TensorDescription, Tensors
+from hyper_ckpt.contracts.platform import Pending, Stager, TensorDescription, Tensors
 from hyper_ckpt.dtypes import dtype_of
 from hyper_ckpt.errors import UnsupportedLayoutError
 from hyper_ckpt.layout import Replicated
+
+
+def settle(pending: Iterable[Pending]) -> None:
+    """After a failure: waits until no copy reads or writes host memory any more, whatever becomes of it."""
+    for each in pending:
+        with contextlib.suppress(Exception):  # the failure that led here is the one to report
+            each.wait()
 
 
 def to_host(tensors: Tensors, stager: Stager, value: Any) -> tuple[str, tuple[int, ...], bytes]:

@@ -11,19 +11,33 @@ from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.engine.budget import Budget
 from hyper_ckpt.engine.digest import Digests
 from hyper_ckpt.engine.pieces import SEGMENT_BYTES, Piece, PieceReader
-from hyper_ckpt.errors import FileSizeError, HeaderError, ManifestError, MissingFileError
+from hyper_ckpt.errors import CheckpointError, FileSizeError, HeaderError, ManifestError, MissingFileError
 from hyper_ckpt.manifest import Manifest
-from hyper_ckpt.receipt import RECEIPT_FORMAT, FileRecord, PieceRecord, Receipt, decode_receipt, receipt_name
+from hyper_ckpt.receipt import (
+    MAX_RECEIPT_BYTES,
+    RECEIPT_FORMAT,
+    FileRecord,
+    PieceRecord,
+    Receipt,
+    decode_receipt,
+    receipt_name,
+)
 from hyper_ckpt.storage.safetensors_file import MAX_HEADER_BYTES, header_digest
-
-MAX_RECEIPT_BYTES = 4 << 30
-"""A receipt is read whole. It takes some 35 bytes a block of 512 KiB, and 50 a piece."""
 
 
 class Stored:
-    """What is stored, opened for reading: files are checked once each, receipts read when needed."""
+    """What is stored, opened for reading: files are checked once each, receipts read when needed.
+
+    Raises:
+        CheckpointError: `verify`, and there is nothing to verify with.
+    """
 
     def __init__(self, store: ByteStore, manifest: Manifest, verify: bool) -> None:
+        if verify and not manifest.receipts:
+            raise CheckpointError(
+                f"{manifest.checkpoint} has no digests, so that nothing in it can be verified: "
+                'pass verify="off" to load it all the same'
+            )
         self._store, self._manifest, self._verify = store, manifest, verify
         self.world_size = manifest.world_size
         self._pieces: dict[int, dict[tuple[str, int, int], PieceRecord]] = {}
@@ -62,6 +76,7 @@ class Stored:
 
     def payload(self, rank: int, name: str) -> bytes | None:
         """A payload that a rank saved, verified, read once; None if it saved none of this name."""
+        name = self._manifest.saved_name(name)
         if (rank, name) not in self._payloads:
             self._payloads[rank, name] = self._read_payload(rank, name)
         return self._payloads[rank, name]
@@ -75,7 +90,7 @@ class Stored:
         self._check(file)
         data = bytearray(piece.nbytes)
         stored = Piece(name, file.name, file.data_start + piece.start, piece.nbytes, piece.blocks())
-        reader = PieceReader(self._store, _NoStager(), Budget(SEGMENT_BYTES), SEGMENT_BYTES, fills=False)
+        reader = PieceReader(self._store, _NoStager(), Budget(SEGMENT_BYTES), SEGMENT_BYTES, lambda _: None, False)
         reader.read_run(stored, 0, memoryview(data))
         return bytes(data)
 

@@ -51,10 +51,10 @@ def plan_shared(world: World, rank: int, boxes: OwnBoxes, max_bytes: int) -> Col
     number = {g: i for i, g in enumerate(distinct)}
     index = np.array([*(number[g] for g in groups), -1], np.int64)
     numbered = dataclasses.replace(columns, group=index[columns.group])
-    return _cut_large(numbered, max_bytes)
+    return cut_large(numbered, max_bytes)
 
 
-def _cut_large(columns: Columns, max_bytes: int) -> Columns:
+def cut_large(columns: Columns, max_bytes: int) -> Columns:
     """Cuts the shared boxes above `max_bytes` along their outer dimensions."""
     nbytes = columns.nbytes()
     large = (columns.group >= 0) & (nbytes > max_bytes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,18 +14,19 @@ from hyper_ckpt.columns import Columns, Located, Placed
 from hyper_ckpt.contracts.placement import FilePlan, StorageReader, StorageWriter
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.dtypes import dtype_of
-from hyper_ckpt.errors import CheckpointNotFoundError, CoverageError, ManifestError, MissingFileError
+from hyper_ckpt.errors import CheckpointNotFoundError, CoverageError, ManifestError, MissingFileError, PlanError
 from hyper_ckpt.manifest import MANIFEST_NAME, Manifest, StoredTensor
+from hyper_ckpt.storage.alone import find_alone
 from hyper_ckpt.storage.safetensors_file import MAX_HEADER_BYTES, Entry, build_header, choose_keys, header_upper_bound
 
 
-def data_file_name(rank: int, save_id: str, part: int) -> str:
+def data_file_name(rank: int, save_id: str, part: int, group: str = "") -> str:
     """The name of a rank's data file; a rank has several parts only where a header would grow too long."""
-    return f"rank-{rank:05d}-{save_id}{f'-{part:04d}' if part else ''}.safetensors"
+    return f"rank-{rank:05d}-{save_id}{f'-{group}' if group else ''}{f'-{part:04d}' if part else ''}.safetensors"
 
 
 class FileSystemWriter(StorageWriter):
-    """Places each rank's chunks in a safetensors file of its own.
+    """Places each rank's chunks in a safetensors file of its own. To have several, override `group_of`.
 
     Args:
         path: path or URL of the checkpoint; None: `save(checkpoint_id=...)` says it.
@@ -33,17 +36,34 @@ class FileSystemWriter(StorageWriter):
         self.checkpoint_id = path
 
     def at(self, checkpoint_id: str) -> FileSystemWriter:
-        return FileSystemWriter(checkpoint_id)
+        other = copy.copy(self)
+        other.checkpoint_id = checkpoint_id
+        return other
 
     def identity(self) -> str:
         return type(self).__name__
 
+    def group_of(self, name: str) -> str:
+        """Which of its rank's files a tensor, or a stored value, goes to: what has the same group shares a file.
+
+        Args:
+            name: of the leaf, as in `{"model": {"w": ...}}` "model/w".
+
+        Returns:
+            "", or what stands in the file's name: a letter, then letters, digits, "." and "_".
+        """
+        return ""
+
     def place(self, columns: Columns, save_id: str) -> Placed:
         itemsizes = columns.table.itemsizes()[columns.tensor]
         nbytes = element_counts(columns.sizes) * itemsizes
-        order = np.lexsort((np.arange(len(columns)), _uneven(columns), -itemsizes, columns.rank))
-        part = self._parts(columns, order)
-        key = columns.rank[order] * (int(part.max(initial=0)) + 1) + part
+        labels = [self._label(n) for n in columns.table.names]
+        groups, number = np.unique(np.array(labels, object), return_inverse=True)
+        # One slot a rank and group; a slot has several files only where a header would grow too long.
+        slot = columns.rank * max(len(groups), 1) + number.astype(np.int64)[columns.tensor]
+        order = np.lexsort((np.arange(len(columns)), _uneven(columns), -itemsizes, slot))
+        part = self._parts(columns, order, slot[order])
+        key = slot[order] * (int(part.max(initial=0)) + 1) + part
         new = np.r_[True, np.diff(key) != 0] if len(key) else np.zeros(0, bool)
         file_of, firsts = np.cumsum(new) - 1, np.flatnonzero(new)
         ends = np.cumsum(nbytes[order])
@@ -51,42 +71,52 @@ class FileSystemWriter(StorageWriter):
         starts -= starts[firsts][file_of] if len(firsts) else 0
         entry = np.empty(len(columns), np.int64)
         entry[order] = np.arange(len(columns))
-        ranks = columns.rank[order][firsts]
-        names = tuple(data_file_name(int(r), save_id, int(p)) for r, p in zip(ranks, part[firsts], strict=True))
-        return Placed(
-            names,
-            ranks,
-            entry,
-            columns.tensor[order],
-            file_of,
-            starts,
-            columns.offsets[order],
-            columns.sizes[order],
+        tensor, ranks = columns.tensor[order], columns.rank[order][firsts]
+        names = tuple(
+            data_file_name(int(r), save_id, int(p), labels[t])
+            for r, p, t in zip(ranks, part[firsts], tensor[firsts], strict=True)
         )
+        return Placed(names, ranks, entry, tensor, file_of, starts, columns.offsets[order], columns.sizes[order])
 
-    def _parts(self, columns: Columns, order: IntArray) -> IntArray:
-        """Which of its rank's files each chunk goes to, in placement order."""
+    def _label(self, name: str) -> str:
+        group = self.group_of(name)
+        if group and not re.fullmatch("[A-Za-z][A-Za-z0-9._]*", group):
+            raise PlanError(
+                f"{type(self).__name__}.group_of({name!r}) is {group!r}, which cannot stand in the name of a file: "
+                'begin with a letter and use only letters, digits, "." and "_"'
+            )
+        return group
+
+    def _parts(self, columns: Columns, order: IntArray, slot: IntArray) -> IntArray:
+        """Which of its slot's files each chunk goes to, in placement order."""
         bounds = np.array(
             [header_upper_bound(n, len(s)) for n, s in zip(columns.table.names, columns.table.shapes, strict=True)]
             or [0]
         )
         header = np.cumsum(bounds[columns.tensor[order]])
-        rank = columns.rank[order]
-        firsts = np.flatnonzero(np.r_[True, np.diff(rank) != 0]) if len(rank) else np.zeros(0, np.int64)
+        firsts = np.flatnonzero(np.r_[True, np.diff(slot) != 0]) if len(slot) else np.zeros(0, np.int64)
         before = np.r_[0, header][firsts]
         return np.asarray(
-            (header - before[np.searchsorted(firsts, np.arange(len(rank)), side="right") - 1])
+            (header - before[np.searchsorted(firsts, np.arange(len(slot)), side="right") - 1])
             // (MAX_HEADER_BYTES // 2)
         )
 
     def files(
         self, columns: Columns, placed: Placed, rank: int, save_id: str, payloads: Sequence[tuple[str, int]]
     ) -> list[FilePlan]:
+        beside: dict[str, list[tuple[str, int]]] = defaultdict(list)
+        for name, nbytes in payloads:
+            beside[self._label(name)].append((name, nbytes))
         mine = np.flatnonzero(placed.file_rank == rank).tolist()
-        plans = [self._file(columns, placed, f, payloads if f == mine[-1] else ()) for f in mine]
-        if payloads and not mine:
-            plans.append(_plan(data_file_name(rank, save_id, 0), [], payloads))
-        return plans
+        firsts = np.searchsorted(placed.entry_file, mine)  # entries are in the order of files
+        group = [self._label(columns.table.names[t]) for t in placed.entry_tensor[firsts].tolist()]
+        # A group's payloads are in the last of its files.
+        last = dict(zip(group, mine, strict=True))
+        plans = [
+            self._file(columns, placed, f, beside.pop(g, ()) if last[g] == f else ())
+            for f, g in zip(mine, group, strict=True)
+        ]
+        return plans + [_plan(data_file_name(rank, save_id, 0, g), [], own) for g, own in beside.items()]
 
     def _file(self, columns: Columns, placed: Placed, file: int, payloads: Sequence[tuple[str, int]]) -> FilePlan:
         table = columns.table
@@ -138,7 +168,9 @@ class FileSystemReader(StorageReader):
         self.checkpoint_id = path
 
     def at(self, checkpoint_id: str) -> FileSystemReader:
-        return FileSystemReader(checkpoint_id)
+        other = copy.copy(self)
+        other.checkpoint_id = checkpoint_id
+        return other
 
     def identity(self) -> str:
         return type(self).__name__
@@ -147,6 +179,10 @@ class FileSystemReader(StorageReader):
         try:
             data = store.read(MANIFEST_NAME)
         except MissingFileError:
+            alone = find_alone(store)
+            if alone is not None:
+                _check_names(alone)
+                return alone
             hint = (
                 "what is there belongs to a save that did not finish"
                 if any(n.startswith("rank-") for n in store.list())
@@ -199,6 +235,8 @@ def _check_names(manifest: Manifest) -> None:
     """Data files are a checkpoint's own: neither its records nor anything that is under another save's id."""
     if not re.fullmatch("[0-9a-f]{16}", manifest.save_id):
         raise ManifestError(f"{manifest.what} is not a valid manifest: {manifest.save_id!r} is no save id")
+    if not manifest.receipts:
+        raise ManifestError(f"{manifest.what} is not a valid manifest: it lists no receipts")
     for file in manifest.files:
         if manifest.save_id not in file.name or file.name.startswith("receipts/"):
             raise ManifestError(f"{manifest.what} is not a valid manifest: {file.name!r} is no data file of this save")

@@ -11,8 +11,8 @@ from hyper_ckpt.contracts.store import ByteStore, Expect
 from hyper_ckpt.errors import StoreError
 from hyper_ckpt.storage.local_store import LocalStore
 from hyper_ckpt.storage.names import is_temporary
+from hyper_ckpt.testing.conformance.store import at_once, get, put
 from hyper_ckpt.testing.faults import CountingStore, FaultyStore, KillAt, Killed, Operation, WrapperStore
-from hyper_ckpt.testing.store_suite import at_once, get, put
 
 
 @pytest.fixture

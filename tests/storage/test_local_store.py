@@ -17,7 +17,7 @@ from hyper_ckpt.errors import CheckpointReplacedError, FileSizeError, MissingFil
 from hyper_ckpt.storage import syscalls
 from hyper_ckpt.storage.local_store import LocalStore
 from hyper_ckpt.storage.names import is_temporary
-from hyper_ckpt.testing.store_suite import get, put
+from hyper_ckpt.testing.conformance.store import get, put
 
 MIB = 1 << 20
 

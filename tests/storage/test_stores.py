@@ -8,8 +8,9 @@ from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.errors import StoreError
 from hyper_ckpt.storage.local_store import LocalStore
 from hyper_ckpt.storage.memory_store import MemoryStore
+from hyper_ckpt.testing.conformance import StoreSuite
+from hyper_ckpt.testing.conformance.store import put
 from hyper_ckpt.testing.faults import CountingStore, FaultyStore, KillAt
-from hyper_ckpt.testing.store_suite import StoreSuite, put
 
 
 class TestLocalStore(StoreSuite):
@@ -18,6 +19,8 @@ class TestLocalStore(StoreSuite):
 
 
 class TestMemoryStore(StoreSuite):
+    without = {"processes": "its objects live in one process"}  # noqa: RUF012
+
     def make_store(self, tmp_path: Path) -> ByteStore:
         return MemoryStore(f"memory://bucket{tmp_path}")
 
@@ -48,8 +51,10 @@ class TestMemoryStore(StoreSuite):
 
 
 class _WrapperSuite(StoreSuite):
-    # A wrapper belongs to one process: what is rebuilt elsewhere from its URL is the store without it.
-    test_it_can_be_pickled = None
+    without = {  # noqa: RUF012
+        "it_can_be_pickled": "a wrapper belongs to one process: what is rebuilt from its URL is the store without it",
+        "processes": "a wrapper belongs to one process",
+    }
 
 
 class TestCountingStore(_WrapperSuite):

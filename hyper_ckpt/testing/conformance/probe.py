@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from hyper_ckpt.contracts.platform import Platform
@@ -54,6 +55,14 @@ class PlatformProbe(ABC):
     def join(self, rank: int, world_size: int, address: str, port: int) -> Platform:
         """In a fresh process: joins the framework's process group of `world_size` ranks, whose rank 0 may listen on
         `address`:`port`, and returns the platform of it."""
+
+    def run_world(self, world_size: int, fn: Callable[[Platform], Any], timeout: float) -> list[Any] | None:
+        """Calls `fn` with the platform of each of `world_size` ranks at once, inside this process, and returns what the
+        ranks return, or raises what the first failing one raised; `timeout` in seconds for all of it.
+
+        For platforms without processes of their own. None, without a call of `fn`: every rank is a fresh process that
+        calls `join`."""
+        return None
 
     def leave(self) -> None:
         """Undoes `join`, when this rank is done; ranks may be slow or gone."""

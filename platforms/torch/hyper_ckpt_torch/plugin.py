@@ -36,7 +36,8 @@ def codecs() -> Sequence[Codec]:
 
 @hookimpl
 def hyper_ckpt_platforms() -> list[PlatformSpec]:
-    return [PlatformSpec("torch", ("torch", "torch_npu"), active, load, "pip install 'hyper-ckpt[torch]'")]
+    install, probe = "pip install 'hyper-ckpt[torch]'", "hyper_ckpt_torch.probe:TorchProbe"
+    return [PlatformSpec("torch", ("torch", "torch_npu"), active, load, install, probe)]
 
 
 @hookimpl

@@ -1,0 +1,74 @@
+"""Signs of life while ranks work for long: they tell a slow rank from a dead one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from hyper_ckpt.contracts.platform import Mailbox, Ranks
+
+BEAT_SECONDS = 2.0
+SILENT_SECONDS = 60.0
+"""After so long without a beat a rank is dead: its process has ended, or was stopped. Long: a process may hold its
+interpreter's lock for a while, e.g. in a compiler."""
+
+
+@contextmanager
+def beating(mailbox: Mailbox, key: str) -> Iterator[None]:
+    """Puts a new number under `key` every two seconds."""
+    over = threading.Event()
+
+    def beat() -> None:
+        number = 1
+        while not over.wait(BEAT_SECONDS):
+            try:
+                mailbox.set(key, b"%d" % number)
+            except Exception:  # whoever hosts it is gone: the operation will say so
+                return
+            number += 1
+
+    mailbox.set(key, b"0")
+    thread = threading.Thread(target=beat, name="hyper-ckpt-heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        with suppress(Exception):
+            mailbox.delete(key)
+
+
+class Listener:
+    """Listens for the beats of other ranks.
+
+    Args:
+        ranks: whose mailbox to look into.
+        key_of: where each rank puts its beats.
+    """
+
+    def __init__(self, ranks: Ranks, key_of: Callable[[int], str]) -> None:
+        self._ranks, self._key_of = ranks, key_of
+        self._heard: dict[int, tuple[bytes, float]] = {}
+        self._next = 0.0
+        self.dead_ranks: set[int] = set()
+
+    def dead(self, ranks: set[int]) -> bool:
+        """Whether one of the ranks was heard once, and not for `SILENT_SECONDS` since. Looks now and then only."""
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + BEAT_SECONDS / 2
+        for rank in ranks:
+            beat = self._ranks.mailbox.get(self._key_of(rank))
+            if beat is not None and (rank not in self._heard or self._heard[rank][0] != beat):
+                self._heard[rank] = (beat, now)
+        self.dead_ranks = {r for r in ranks & self._heard.keys() if now - self._heard[r][1] > SILENT_SECONDS}
+        return bool(self.dead_ranks)
+
+    def alive(self, ranks: set[int]) -> set[int]:
+        """Those of the ranks that were heard lately."""
+        now = time.monotonic()
+        return {rank for rank in ranks & self._heard.keys() if now - self._heard[rank][1] <= SILENT_SECONDS}

@@ -1,0 +1,168 @@
+"""The suites without pytest, for platforms and stores that are installed: what `hyper-ckpt conformance` runs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import re
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from hyper_ckpt.errors import PluginError
+from hyper_ckpt.registry import registry
+from hyper_ckpt.testing.conformance.check import Check, ChoiceError, Outcome, reasons_of, run_checks
+from hyper_ckpt.testing.conformance.platform import PLATFORM_CHECKS, PlatformBench
+from hyper_ckpt.testing.conformance.store import STORE_CHECKS, run_on
+from hyper_ckpt.version import VERSION
+
+NOT_ASKED = "not asked for"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which checks run.
+
+    Args:
+        only: names of checks; empty: all.
+        without: reasons by name of a check or part, for those that are left out.
+    """
+
+    only: Collection[str] = ()
+    without: Mapping[str, str] | None = None
+
+    def reasons(self, checks: tuple[Check, ...]) -> dict[str, str]:
+        """The reason for each check that does not run.
+
+        Raises:
+            ChoiceError: a name is of no check, or a reason is empty.
+        """
+        unknown = sorted(set(self.only) - {check.name for check in checks})
+        if unknown:
+            raise ChoiceError(
+                f"no check is called {', '.join(unknown)}. There are: {', '.join(c.name for c in checks)}"
+            )
+        reasons = reasons_of(self.without or {}, checks)
+        return {c.name: NOT_ASKED for c in checks if self.only and c.name not in self.only} | reasons
+
+
+def run_platform(name: str, ranks: int, choice: Choice) -> Iterator[Outcome]:
+    """Runs the platform suite, one outcome after another.
+
+    Raises:
+        ChoiceError: see `Choice.reasons`.
+        PluginError, NoPlatformError: there is no such platform, it does not load, or it has no probe.
+    """
+    reasons = choice.reasons(PLATFORM_CHECKS)
+    registry().platform(name)  # raises what is wrong with it
+    probe = registry().platform_spec(name).probe
+    if probe is None:
+        raise PluginError(
+            f"platform {name!r} has no probe, through which its tensors are looked at: write a subclass of "
+            "hyper_ckpt.testing.conformance.PlatformProbe and announce it, PlatformSpec(..., probe='module:callable')"
+        )
+    with (
+        tempfile.TemporaryDirectory(prefix="hyper-ckpt-") as folder,
+        PlatformBench(probe, Path(folder), world_size=ranks) as bench,
+    ):
+        yield from run_checks(PLATFORM_CHECKS, bench.run, reasons)
+
+
+def run_store(url: str, choice: Choice) -> Iterator[Outcome]:
+    """Runs the store suite below `url`, in places of its own that are removed at the end.
+
+    Raises:
+        ChoiceError: see `Choice.reasons`.
+        UnknownSchemeError, PluginError: no store opens this URL.
+    """
+    reasons = choice.reasons(STORE_CHECKS)
+    registry().store(url)
+    root = _below(url, f"conformance-{secrets.token_hex(8)}")
+
+    def run(check: Check) -> None:
+        place = _below(root, check.name)
+        run_on(check, lambda: registry().store(place))
+
+    with _removed_afterwards(root):
+        yield from run_checks(STORE_CHECKS, run, reasons)
+
+
+def _below(url: str, name: str) -> str:
+    if "://" not in url:
+        return os.path.join(url, name)
+    # Not by urlunsplit: it drops the // of a URL without a host.
+    place, options = re.fullmatch(r"([^?#]*)(.*)", url, re.DOTALL).groups()  # type: ignore[union-attr]
+    return f"{place.rstrip('/')}/{name}{options}"
+
+
+@contextlib.contextmanager
+def _removed_afterwards(root: str) -> Iterator[None]:
+    if "://" in root:
+        try:
+            yield
+        finally:
+            store = registry().store(root)
+            for name in store.list():
+                store.delete(name)
+        return
+    path = os.path.abspath(root)
+    made = [path]
+    while not os.path.exists(os.path.dirname(made[-1])):
+        made.append(os.path.dirname(made[-1]))
+    try:
+        yield
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        for folder in made[1:]:
+            with contextlib.suppress(OSError):  # somebody else uses it by now
+                os.rmdir(folder)
+
+
+def report(subject: Mapping[str, Any], outcomes: list[Outcome], announces: str, modules: tuple[str, ...]) -> Any:
+    """What was tested, with which versions, and how each check went, for JSON.
+
+    Args:
+        subject: what was asked for.
+        announces: what the plugin announces, as in `PluginInfo.announces`.
+        modules: top-level modules whose versions matter.
+    """
+    promises = {check.name: check.promise for check in (*PLATFORM_CHECKS, *STORE_CHECKS)}
+    counts = {status: sum(o.status == status for o in outcomes) for status in ("passed", "failed", "skipped")}
+    return {
+        **subject,
+        "versions": _versions(announces, modules),
+        **counts,
+        "checks": [{**asdict(outcome), "promise": promises[outcome.check]} for outcome in outcomes],
+    }
+
+
+def platform_facts(name: str) -> tuple[str, tuple[str, ...]]:
+    """What the plugin of a platform announces, and the modules of its framework."""
+    return f"platform {name}", registry().platform_spec(name).modules
+
+
+def store_facts(url: str) -> tuple[str, tuple[str, ...]]:
+    """What the plugin of a store announces, and no modules."""
+    scheme = urlsplit(url).scheme if "://" in url else ""
+    return f"store {f'{scheme}://' if scheme else 'paths'}", ()
+
+
+def _versions(announces: str, modules: tuple[str, ...]) -> dict[str, str]:
+    found = {"hyper-ckpt": VERSION, "python": sys.version.split()[0], "numpy": np.__version__}
+    for plugin in registry().plugins():
+        if announces in plugin.announces:
+            found[plugin.distribution] = plugin.version
+    for module in modules:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[module] = importlib.metadata.version(module.replace("_", "-"))
+    return {**found, "os": platform.platform()}

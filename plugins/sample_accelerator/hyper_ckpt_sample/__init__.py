@@ -1,0 +1,1 @@
+"""A sample platform of hyper-ckpt, to be copied. Importing this package imports nothing else."""

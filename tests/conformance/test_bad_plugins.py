@@ -1,0 +1,58 @@
+"""Every check notices a plugin that breaks its promise: a suite that passes everything proves nothing."""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hyper_ckpt.storage.local_store import LocalStore
+from hyper_ckpt.testing.conformance.check import Check, run_checks
+from hyper_ckpt.testing.conformance.platform import PLATFORM_CHECKS, PlatformBench
+from hyper_ckpt.testing.conformance.store import STORE_CHECKS, run_on
+
+from ._bad_ranks import BAD_RANKS
+from ._bad_stager import BAD_STAGERS
+from ._bad_stores import BAD_STORES
+from ._bad_tensors import BAD_TENSORS
+
+BAD_PLATFORMS = {**BAD_TENSORS, **BAD_STAGERS, **BAD_RANKS}
+PLATFORM = {check.name: check for check in PLATFORM_CHECKS}
+STORE = {check.name: check for check in STORE_CHECKS}
+
+
+def test_every_check_has_a_bad_plugin() -> None:
+    assert BAD_PLATFORMS.keys() == PLATFORM.keys()
+    assert BAD_STORES.keys() == STORE.keys()
+    assert len(PLATFORM) == len(PLATFORM_CHECKS)
+    assert len(STORE) == len(STORE_CHECKS)
+
+
+def test_every_check_says_what_is_promised() -> None:
+    assert all(check.promise.endswith(".") for check in (*PLATFORM_CHECKS, *STORE_CHECKS))
+
+
+def broken(check: Check, run: Callable[[Check], None]) -> None:
+    (outcome,) = run_checks([check], run)
+    assert outcome.status == "failed"
+    assert outcome.message.startswith("promised: ")
+    assert "seen: " in outcome.message
+
+
+@pytest.mark.parametrize("name", PLATFORM)
+def test_a_bad_platform_is_noticed(tmp_path: Path, name: str) -> None:
+    bad, good = BAD_PLATFORMS[name]
+    with PlatformBench(good(), tmp_path / "good", timeout=20) as bench:
+        bench.run(PLATFORM[name])
+    with PlatformBench(bad(), tmp_path / "bad", timeout=4) as bench:
+        broken(PLATFORM[name], bench.run)
+
+
+@pytest.mark.parametrize("name", STORE)
+def test_a_bad_store_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    make = BAD_STORES[name]
+    if name == "publishers_in_several_processes":  # other processes must find its class
+        monkeypatch.syspath_prepend(str(Path(__file__).parent))
+        store = importlib.import_module("check_then_act").CheckThenAct
+        make = lambda path: store(LocalStore(path / "root"))  # noqa: E731
+    broken(STORE[name], lambda check: run_on(check, lambda: make(tmp_path)))
