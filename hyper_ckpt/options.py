@@ -27,6 +27,8 @@ class SaveOptions:
             same path.
         save_token: for `use_collectives=False` on several ranks: what makes their files one save. Equal on all
             ranks, and never used again, not even for a second attempt at the same step.
+        executor: for `async_save`: who writes, a "thread" of this process, or a "process" beside it, which sees the
+            copies in shared memory, for training loops that keep the interpreter busy.
         max_in_flight: for `async_save`: how many saves of a platform may be open; the next call waits for room.
         progress: show how far a long save is: on a terminal a bar, else a log line now and then. Also
             HYPER_CKPT_PROGRESS=0.
@@ -36,12 +38,15 @@ class SaveOptions:
     allow_pickle: bool = False
     leftover_age: float = LEFTOVER_AGE
     save_token: str | None = None
+    executor: Literal["thread", "process"] = "thread"
     max_in_flight: int = 1
     progress: bool = field(default=True, repr=False)  # not in what ranks compare: they may differ in it
 
     def __post_init__(self) -> None:
         if self.conflicts not in ("warn", "error") or self.leftover_age < 0:
             raise ValueError(f'conflicts is "warn" or "error" and leftover_age at least 0 seconds, not {self}')
+        if self.executor not in ("thread", "process"):
+            raise ValueError(f'executor is "thread" or "process", not {self.executor!r}')
         if self.max_in_flight < 1:
             raise ValueError(f"max_in_flight must be at least 1, not {self.max_in_flight}")
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from hyper_ckpt.api.common import CheckpointId, attempt, in_flight, resolve_platform
+from hyper_ckpt.api.common import CheckpointId, attempt, in_flight, resolve_platform, shared_stage
 from hyper_ckpt.api.handle import SaveHandle
 from hyper_ckpt.api.reporting import Reporter
 from hyper_ckpt.api.save import Arguments
@@ -14,6 +14,7 @@ from hyper_ckpt.api.writing import Begun, SaveCall, Written
 from hyper_ckpt.contracts.placement import StorageWriter
 from hyper_ckpt.contracts.planner import SavePlanner
 from hyper_ckpt.contracts.platform import Platform
+from hyper_ckpt.engine.save import write
 from hyper_ckpt.engine.snapshot import Snapshot, snapshot, snapshot_bytes
 from hyper_ckpt.metadata import Metadata
 from hyper_ckpt.options import DEFAULT_TIMEOUT, SaveOptions
@@ -83,6 +84,7 @@ class _Rest:
 
     def __init__(self, call: SaveCall, reporter: Reporter, begun: Begun) -> None:
         self._call, self._reporter, self._begun = call, reporter, begun
+        self._shared = shared_stage(call.platform) if call.options.executor == "process" else None
         self._copies: Snapshot | None = None
         self._written: Written | None = None
         self._error = begun.error
@@ -94,7 +96,9 @@ class _Rest:
         call, pieces = self._call, self._begun.planned.pieces
         needed, limit = snapshot_bytes(pieces), call.max_host_bytes
         if limit is None or needed <= limit:
-            self._copies = snapshot(pieces, call.platform.stager, call.threads)
+            stager = call.platform.stager
+            pool = stager if self._shared is None else self._shared
+            self._copies = snapshot(pieces, stager, pool, call.threads)
             return
         warnings.warn(
             f"copies of what this rank saves take {needed} bytes, and max_host_bytes={limit} allows less: its part is "
@@ -118,6 +122,6 @@ class _Rest:
         if self._copies is not None:
             self._copies.wait()
             staged()
-            return self._begun.write(self._copies.pieces)
+            return self._begun.write(self._copies.pieces, write if self._shared is None else self._shared.write)
         assert self._written is not None
         return self._written

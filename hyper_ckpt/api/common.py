@@ -9,10 +9,13 @@ from typing import Any, TypeVar
 
 from hyper_ckpt.agreement import Operation, in_step
 from hyper_ckpt.builtin.composite import CompositeTensors
+from hyper_ckpt.builtin.host_stager import BufferPool
 from hyper_ckpt.builtin.numpy_platform import SingleRank
 from hyper_ckpt.builtin.numpy_tensors import NumpyTensors
-from hyper_ckpt.contracts.platform import Carrier, LocalShard, Platform, TensorDescription, Tensors
+from hyper_ckpt.contracts.platform import ByteBuffer, Carrier, LocalShard, Platform, TensorDescription, Tensors
 from hyper_ckpt.engine.in_flight import InFlight
+from hyper_ckpt.engine.shared_memory import SharedBuffers
+from hyper_ckpt.engine.writer_process import WriterProcess
 from hyper_ckpt.errors import ManifestError, UnsupportedStateError
 from hyper_ckpt.manifest import Manifest
 from hyper_ckpt.registry import registry
@@ -55,6 +58,30 @@ def resolve_platform(platform: Platform | str | None, state: Any, no_dist: bool)
 def in_flight(platform: Platform) -> InFlight:
     """The saves of a platform that are finished in the background."""
     found: InFlight = platform.kept.setdefault("in flight", InFlight())
+    return found
+
+
+class SharedStage:
+    """A process that writes for a platform, and the shared memory through which it sees what."""
+
+    def __init__(self) -> None:
+        shared = SharedBuffers()
+        self._pool = BufferPool(shared.allocate)
+        self._process = WriterProcess(shared)
+        self.write = self._process.write
+
+    def buffer(self, nbytes: int) -> ByteBuffer:
+        """A buffer of at least `nbytes`."""
+        return self._pool.take(nbytes)
+
+    def release(self, buffer: ByteBuffer) -> None:
+        """Takes it back."""
+        self._pool.give(buffer)
+
+
+def shared_stage(platform: Platform) -> SharedStage:
+    """The platform's process that writes."""
+    found: SharedStage = platform.kept.setdefault("shared stage", SharedStage())
     return found
 
 

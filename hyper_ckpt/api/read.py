@@ -41,8 +41,9 @@ def read_metadata(
 
 
 def read(
-    checkpoint_id: CheckpointId,
+    checkpoint_id: CheckpointId | None = None,
     *,
+    storage_reader: StorageReader | None = None,
     keys: Sequence[str] | None = None,
     platform: Platform | str | None = None,
     verify: Verify = "during",
@@ -54,6 +55,7 @@ def read(
 
     Args:
         checkpoint_id: path or URL.
+        storage_reader: finds chunks; with `checkpoint_id`, `storage_reader.at(checkpoint_id)` is used.
         keys: only these names, and what lies below them.
         platform: whose tensors to make; None makes numpy arrays (ml_dtypes where numpy has no such dtype).
         verify: as for `load`.
@@ -64,8 +66,8 @@ def read(
         CheckpointNotFoundError, CorruptCheckpointError: as for `load`.
     """
     chosen = resolve_platform(platform or "numpy", None, no_dist=True)
-    store = registry().store(resolve_id(checkpoint_id, None, "storage_reader"))
-    reader = FileSystemReader(store.url)
+    where = resolve_id(checkpoint_id, storage_reader.checkpoint_id if storage_reader else None, "storage_reader")
+    store, reader = registry().store(where), (storage_reader or FileSystemReader()).at(where)
     call = LoadCall(
         chosen,
         store,

@@ -17,11 +17,11 @@ from hyper_ckpt.agreement import Operation
 from hyper_ckpt.api.common import attempt, few
 from hyper_ckpt.api.reporting import Reporter
 from hyper_ckpt.api.views import metadata_of, own_metadata
-from hyper_ckpt.api.writing import Part, Planned, Prepared, Report, SaveCall, Written, plan_digest
+from hyper_ckpt.api.writing import Part, Planned, Prepared, Report, SaveCall, Writer, Written, plan_digest
 from hyper_ckpt.columns import Columns, Placed
 from hyper_ckpt.description import World, with_base_load, without
 from hyper_ckpt.engine.commit import Previous, discard_failed, look, publish, remove_leftovers
-from hyper_ckpt.engine.save import WritePiece
+from hyper_ckpt.engine.save import WritePiece, write
 from hyper_ckpt.errors import ConflictError, PlanError
 from hyper_ckpt.manifest import Manifest, ManifestContent, encode_manifest
 from hyper_ckpt.metadata import Metadata
@@ -54,10 +54,10 @@ class BegunTogether:
     planned: Planned | None
     error: BaseException | None
 
-    def write(self, pieces: list[WritePiece] | None = None) -> Written:
+    def write(self, pieces: list[WritePiece] | None = None, writer: Writer = write) -> Written:
         if self.error is not None:
             raise self.error
-        return self.saving.write(_known(self.planned), pieces)
+        return self.saving.write(_known(self.planned), pieces, writer)
 
     def finish(self, write: Callable[[], Written]) -> Metadata:
         return self.saving.finish(self, write)
@@ -94,9 +94,10 @@ class Saving:
         )
         return BegunTogether(self, prepared, decision, planned.ties, own, error)
 
-    def write(self, planned: Planned, pieces: list[WritePiece] | None) -> Written:
+    def write(self, planned: Planned, pieces: list[WritePiece] | None, writer: Writer) -> Written:
         """Writes this rank's part; `pieces` are copies of those planned."""
-        return self._part.write(planned if pieces is None else replace(planned, pieces=pieces), self.reporter)
+        own = planned if pieces is None else replace(planned, pieces=pieces)
+        return self._part.write(own, self.reporter, writer=writer)
 
     def finish(self, begun: BegunTogether, write: Callable[[], Written]) -> Metadata:
         """The last part, in any thread: write, agree, publish. No collective is used."""

@@ -14,10 +14,10 @@ import xxhash
 
 from hyper_ckpt.api.reporting import Reporter
 from hyper_ckpt.api.views import own_metadata
-from hyper_ckpt.api.writing import Part, Planned, Prepared, SaveCall, Written
+from hyper_ckpt.api.writing import Part, Planned, Prepared, SaveCall, Writer, Written
 from hyper_ckpt.columns import Columns, TensorTable
 from hyper_ckpt.engine.commit import refuse_occupied
-from hyper_ckpt.engine.save import WritePiece
+from hyper_ckpt.engine.save import WritePiece, write
 from hyper_ckpt.metadata import Metadata
 from hyper_ckpt.planning.describe import local_shards
 from hyper_ckpt.planning.load import plan_alone
@@ -35,8 +35,8 @@ class BegunAlone:
     description: LocalPart
     error: BaseException | None = None
 
-    def write(self, pieces: list[WritePiece] | None = None) -> Written:
-        return self.saving.write(self.planned, self.description, pieces)
+    def write(self, pieces: list[WritePiece] | None = None, writer: Writer = write) -> Written:
+        return self.saving.write(self.planned, self.description, pieces, writer)
 
     def finish(self, write: Callable[[], Written]) -> Metadata:
         return self.saving.finish(self.description, write())
@@ -69,10 +69,12 @@ class SavingAlone:
         payloads = {**prepared.flat.payloads, **prepared.flat.blobs}
         return BegunAlone(self, self._part.plan(prepared, columns, self._save_id, payloads), part)
 
-    def write(self, planned: Planned, description: LocalPart, pieces: list[WritePiece] | None) -> Written:
+    def write(
+        self, planned: Planned, description: LocalPart, pieces: list[WritePiece] | None, writer: Writer
+    ) -> Written:
         """Writes this rank's part; `pieces` are copies of those planned."""
         own = planned if pieces is None else replace(planned, pieces=pieces)
-        return self._part.write(own, self.reporter, description)
+        return self._part.write(own, self.reporter, description, writer)
 
     def finish(self, description: LocalPart, written: Written) -> Metadata:
         """What remains once it is written."""

@@ -30,6 +30,8 @@ from hyper_ckpt.registry import registry
 from hyper_ckpt.state import FlatState, encode_tree, flatten, skeleton
 from hyper_ckpt.state.walk import values_by_kind
 
+Writer = Callable[[SaveJob], WriteResult]
+
 
 @dataclass(frozen=True, eq=False)
 class SaveCall:
@@ -102,7 +104,7 @@ class Begun(Protocol):
     @property
     def error(self) -> BaseException | None: ...
 
-    def write(self, pieces: list[WritePiece] | None = None) -> Written:
+    def write(self, pieces: list[WritePiece] | None = None, writer: Writer = write) -> Written:
         """Writes this rank's part; `pieces` are copies of those planned."""
 
     def finish(self, write: Callable[[], Written]) -> Metadata:
@@ -172,12 +174,15 @@ class Part:
         pieces = [*self._pieces(prepared.flat, columns, placed, plans), *_payload_pieces(plans, payloads)]
         return Planned(prepared, columns, placed, plans, pieces, save_id)
 
-    def write(self, planned: Planned, reporter: Reporter, description: LocalPart | None = None) -> Written:
+    def write(
+        self, planned: Planned, reporter: Reporter, description: LocalPart | None = None, writer: Writer = write
+    ) -> Written:
         """Writes this rank's chunks, payloads and receipt.
 
         Args:
             reporter: told how many bytes there are, and of those written.
             description: for the receipt, where no manifest will speak for this rank.
+            writer: writes what is planned, here or in another process.
         """
         call, pieces = self._call, planned.pieces
         limit = call.max_host_bytes
@@ -198,7 +203,7 @@ class Part:
             reporter.progress,
             description,
         )
-        return Written(write(job), planned.columns, planned.placed, planned.prepared)
+        return Written(writer(job), planned.columns, planned.placed, planned.prepared)
 
     def _pieces(self, flat: FlatState, columns: Columns, placed: Placed, plans: list[FilePlan]) -> Iterator[WritePiece]:
         """The chunks with the memory that they come from."""

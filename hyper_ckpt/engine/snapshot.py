@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -19,6 +20,14 @@ SEGMENT_BYTES = 8 << 20
 """One task of a large copy."""
 _ALIGNMENT = 64
 _BATCH_BYTES = 1 << 20
+
+
+class Pool(Protocol):
+    """Where buffers come from and go back to. A `Stager` is one."""
+
+    def buffer(self, nbytes: int) -> ByteBuffer: ...
+
+    def release(self, buffer: ByteBuffer) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -47,25 +56,29 @@ def snapshot_bytes(pieces: Sequence[WritePiece]) -> int:
     return host + sum(_shard_bytes(source) for source in _staged_shards(pieces).values())
 
 
-def snapshot(pieces: Sequence[WritePiece], stager: Stager, threads: int) -> Snapshot:
-    """Copies the sources of pieces: of host memory at once, of a device as the stager does. In the caller's thread."""
+def snapshot(pieces: Sequence[WritePiece], stager: Stager, pool: Pool, threads: int) -> Snapshot:
+    """Copies the sources of pieces: of host memory at once, of a device as the stager does. In the caller's thread.
+
+    Args:
+        pool: where the buffers come from: the stager itself, or shared memory.
+    """
     buffers: list[ByteBuffer] = []
     pending: list[Pending] = []
 
     def release() -> None:
         settle(pending)
         while buffers:
-            stager.release(buffers.pop())
+            pool.release(buffers.pop())
 
     try:
         staged: dict[int, Carrier] = {}
         for key, source in _staged_shards(pieces).items():
-            buffers.append(stager.buffer(_shard_bytes(source)))
+            buffers.append(pool.buffer(_shard_bytes(source)))
             pending.append(stager.copy_out(source.shard, buffers[-1]))
             staged[key] = _as_carriers(buffers[-1][: _shard_bytes(source)], source.dtype, source.shard.sizes)
         copied = [p for p in pieces if _is_copied(p)]
         if copied:
-            buffers.append(stager.buffer(sum(_aligned(p.nbytes) for p in copied)))
+            buffers.append(pool.buffer(sum(_aligned(p.nbytes) for p in copied)))
         places = _places(copied, buffers[-1]) if copied else {}
         run_all(_copy_tasks(copied, places), threads)
         return Snapshot([_moved(p, staged, places) for p in pieces], tuple(pending), release)

@@ -331,3 +331,9 @@ def test_mutated_files_load_or_are_refused(tmp_path_factory: pytest.TempPathFact
     file.write_bytes(raw)
     with contextlib.suppress(CheckpointError):
         load(folder, strict=False)
+
+
+def test_read_builds_the_state_too(tmp_path: Path) -> None:
+    safetensors.numpy.save_file({"w": np.arange(6.0).reshape(2, 3)}, tmp_path / "model.safetensors")
+    state = hyper_ckpt.read(storage_reader=PlainSafetensorsReader(str(tmp_path)), verify="off")
+    assert state["w"].tolist() == np.arange(6.0).reshape(2, 3).tolist()
