@@ -6,10 +6,12 @@ copies of the state in shared memory. It knows no framework.
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 import threading
+import weakref
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -63,10 +65,7 @@ class WriterProcess:
     def __init__(self, shared: SharedBuffers) -> None:
         self._shared = shared
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        self._connection: Connection | None = None
-        self._known: set[int] = set()
+        self._child: _Child | None = None
 
     def write(self, job: SaveJob) -> WriteResult:
         """As `engine.save.write`.
@@ -75,10 +74,14 @@ class WriterProcess:
             StoreError: the process died.
         """
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
+            if self._child is None or self._child.process.poll() is not None:
+                self._end()
+                self._child = _Child()
+                weakref.finalize(self, self._child.close)
             try:
-                return self._run(job)
+                return self._run(job, self._child)
+            except _RaisedThereError as error:
+                raise error.error from None
             except (EOFError, OSError) as error:
                 code = self._end()
                 raise StoreError(
@@ -86,28 +89,25 @@ class WriterProcess:
                     "again"
                 ) from error
 
-    def _run(self, job: SaveJob) -> WriteResult:
-        connection = self._connection
-        assert connection is not None
+    def _run(self, job: SaveJob, child: _Child) -> WriteResult:
         files: dict[int, SharedFile] = {}
-        connection.send(self._as_remote(job, files))
-        new = [file for number, file in sorted(files.items()) if number not in self._known]
-        connection.send([file.number for file in new])
-        assert self._socket is not None
+        child.connection.send(self._as_remote(job, child, files))
+        new = [file for number, file in sorted(files.items()) if number not in child.known]
+        child.connection.send([file.number for file in new])
         for file in new:
-            socket.send_fds(self._socket, [b"f"], [file.fd])
-            self._known.add(file.number)
+            socket.send_fds(child.descriptors, [b"f"], [file.fd])
+            child.known.add(file.number)
         while True:
-            kind, value = connection.recv()
+            kind, value = child.connection.recv()
             if kind == "progress":
                 job.progress(value)
             elif kind == "error":
-                raise value
+                raise _RaisedThereError(value)
             else:
                 result: WriteResult = value
                 return result
 
-    def _as_remote(self, job: SaveJob, files: dict[int, SharedFile]) -> RemoteJob:
+    def _as_remote(self, job: SaveJob, child: _Child, files: dict[int, SharedFile]) -> RemoteJob:
         pieces: list[RemotePiece | WritePiece] = []
         for piece in job.pieces:
             if not isinstance(piece.source, Source) or not piece.nbytes:
@@ -116,7 +116,7 @@ class WriterProcess:
                 continue
             pieces.append(self._place(piece, piece.source, files))
         gone = self._shared.take_gone()
-        self._known -= set(gone)
+        child.known -= set(gone)
         return RemoteJob(
             job.store, tuple(job.plans), tuple(pieces), job.save_id, job.rank, job.world_size, job.threads,
             job.durable, job.description, tuple(gone),
@@ -139,33 +139,10 @@ class WriterProcess:
             view.strides,
         )
 
-    def _start(self) -> None:
-        self._end()
-        ours, theirs = socket.socketpair()
-        talk, theirs_too = socket.socketpair()
-        with theirs, theirs_too:
-            fds = (theirs.fileno(), theirs_too.fileno())
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "hyper_ckpt.engine.writer_main", *map(str, fds)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=fds,
-            )
-        self._socket, self._connection, self._known = ours, Connection(talk.detach()), set()
-
     def _end(self) -> int | None:
-        """Closes what is left of a process. Returns its exit code, None if there was none."""
-        if self._process is None:
-            return None
-        for each in (self._connection, self._socket):
-            if each is not None:
-                each.close()
-        try:
-            code = self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
-        self._process = self._connection = self._socket = None
-        return code
+        """Ends what is left of a process. Returns its exit code, None if there was none."""
+        child, self._child = self._child, None
+        return None if child is None else child.close()
 
     def close(self) -> None:
         """Ends the process."""
@@ -174,5 +151,42 @@ class WriterProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process, if it runs."""
-        return None if self._process is None else self._process.pid
+        """The process, if there is one."""
+        return None if self._child is None else self._child.process.pid
+
+
+class _RaisedThereError(Exception):
+    """What the job raised in the other process, which is well."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class _Child:
+    """The process, a connection for jobs and one for descriptors, and which files it has mapped."""
+
+    def __init__(self) -> None:
+        self.descriptors, theirs = socket.socketpair()
+        talk, their_talk = socket.socketpair()
+        with theirs, their_talk:
+            fds = (theirs.fileno(), their_talk.fileno())
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "hyper_ckpt.engine.writer_main", *map(str, fds)],
+                # It must find what we find: stores of plugins travel pickled.
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+                stdin=subprocess.DEVNULL,
+                pass_fds=fds,
+            )
+        self.connection = Connection(talk.detach())
+        self.known: set[int] = set()
+
+    def close(self) -> int:
+        """Hangs up and waits for its end; may be called again. Returns the exit code."""
+        self.connection.close()
+        self.descriptors.close()
+        try:
+            return self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
