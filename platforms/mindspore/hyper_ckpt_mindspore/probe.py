@@ -1,0 +1,113 @@
+"""MindSpore's tensors from behind the contract, for the platform suite. On the CPU.
+
+Bytes go in and come out through copies of MindSpore's own: reshaped to bytes in an array it was made from, or that
+it gives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from datetime import timedelta
+from typing import Any
+
+import mindspore as ms
+import mindspore.mint.distributed as dist
+import numpy as np
+from mindspore import mint
+from mindspore.common import np_dtype
+from mindspore.common.api import _pynative_executor
+from mindspore.communication.management import _init_with_store
+
+from hyper_ckpt.contracts.platform import Platform
+from hyper_ckpt.dtypes import BY_NAME
+from hyper_ckpt.testing.conformance.probe import PlatformProbe
+from hyper_ckpt.values import ShardedTensor
+from hyper_ckpt_mindspore.platform import MindSporePlatform
+from hyper_ckpt_mindspore.tensors import DTYPES
+
+_OPAQUE = ("Float8E4M3FN", "Float8E5M2", "Int4")  # hardly any operations have kernels for these
+_TIMEOUT = timedelta(seconds=120)
+
+
+class Probe(PlatformProbe):
+    """The probe of MindSpore on the CPU."""
+
+    def __init__(self) -> None:
+        os.environ.setdefault("GLOG_v", "4")
+        if ms.get_context("device_target") != "CPU":  # may be set once only
+            ms.set_device("CPU")
+        self._store: dist.TCPStore | None = None
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return tuple(DTYPES)
+
+    def platform(self) -> Platform:
+        from hyper_ckpt_mindspore.plugin import load
+
+        return load()
+
+    def make(self, dtype: str, shape: tuple[int, ...], data: bytes) -> Any:
+        array = np.frombuffer(data, np.uint8)
+        if dtype.startswith("float8"):
+            return ms.Tensor(array.reshape(shape)).view(DTYPES[dtype])
+        if dtype == "int4":
+            return ms.Tensor(array.view("i1").reshape(shape), dtype=DTYPES[dtype])
+        return ms.Tensor(array.view(_numpy_dtype(dtype)).reshape(shape))
+
+    def raw(self, value: Any) -> bytes:
+        bits = value.view(ms.uint8) if str(value.dtype) in _OPAQUE else value
+        whole = bits if bits.is_contiguous() else bits.contiguous()
+        return bytes(whole.asnumpy().tobytes())
+
+    def overwrite(self, value: Any, data: bytes) -> None:
+        shape = tuple(value.shape)
+        if not data:
+            return
+        if str(value.dtype) == "Int4":  # no operation writes these
+            _pynative_executor.sync()
+            ctypes.memmove(value.data_ptr(), data, len(data))
+        elif str(value.dtype) in _OPAQUE:
+            value.view(ms.uint8).copy_(ms.Tensor(np.frombuffer(data, np.uint8).reshape(shape)))
+        else:
+            dtype = next(name for name, found in DTYPES.items() if found == value.dtype)
+            value.copy_(self.make(dtype, shape, data))
+
+    def strided(self, dtype: str, shape: tuple[int, ...], data: bytes) -> Any | None:
+        if not shape:
+            return self.make(dtype, shape, data)
+        carrier = BY_NAME[dtype].carrier
+        larger = np.zeros(tuple(2 * n for n in reversed(shape)), carrier)
+        every_second = (slice(1, None, 2),) * len(shape)
+        larger[every_second].T[...] = np.frombuffer(data, carrier).reshape(shape)
+        value = self.make(dtype, larger.shape, larger.tobytes())
+        return mint.permute(value[every_second], tuple(reversed(range(len(shape)))))
+
+    def tied(self, value: Any) -> Any | None:
+        return value.view(tuple(value.shape))
+
+    def join(self, rank: int, world_size: int, address: str, port: int) -> Platform:
+        self._store = dist.TCPStore(address, port, world_size=world_size, is_master=rank == 0, timeout=_TIMEOUT)
+        _init_with_store(
+            backend="mccl", timeout=_TIMEOUT, world_size=world_size, rank=rank, store=self._store, group_name=""
+        )
+        return MindSporePlatform(store=self._store)
+
+    def meta(self, dtype: str, shape: tuple[int, ...]) -> Any | None:
+        return mint.empty(shape, dtype=DTYPES[dtype], device="meta")
+
+    def sharded(self, dtype: str, shape: tuple[int, ...], data: bytes, rank: int, world_size: int) -> Any | None:
+        """Cut along the first dimension. MindSpore has no such tensor of its own; its layouts are always even."""
+        rows = -(-shape[0] // world_size)
+        start, end = min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])
+        part = np.frombuffer(data, BY_NAME[dtype].carrier).reshape(shape)[start:end]
+        value = self.make(dtype, part.shape, part.tobytes())
+        return ShardedTensor([(value, (start,) + (0,) * (len(shape) - 1))], shape)
+
+    def local_raw(self, value: Any) -> bytes:
+        return b"".join(self.raw(data) for data, _ in value.shards)
+
+
+def _numpy_dtype(name: str) -> Any:
+    return np.dtype(np_dtype.bfloat16 if name == "bfloat16" else name)
