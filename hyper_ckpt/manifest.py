@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -118,7 +118,7 @@ class Manifest:
             raise ManifestError(f"{what} is not a valid manifest: {error}") from error
         self._decoded: dict[str, StoredTensor] = {}
         self._names: dict[str, str] = {}
-        self._expanded: dict[tuple[int, tuple[int, ...]], tuple[IntArray, IntArray, IntArray]] = {}
+        self._expanded: dict[tuple[int, tuple[int, ...]], _Cells] = {}
 
     def _check(self) -> None:
         document = self._document
@@ -227,34 +227,49 @@ class Manifest:
         return StoredTensor(name, row.dtype, row.shape, copies)
 
     def _chunks(self, part: Part, dtype: str, shape: tuple[int, ...]) -> Chunks:
-        if part.grid is not None:
-            key = (part.grid, shape)
-            if key not in self._expanded:
-                self._expanded[key] = self._cells(*key)
-            offsets, sizes, file = self._expanded[key]
+        cells = self._columns(part, shape) if part.grid is None else self._grid(part.grid, shape)
+        slack = cells.slack(BY_NAME[dtype].itemsize, self._room)
+        n = len(cells.file)
+        if isinstance(part.start, int):
+            start = np.full(n, part.start, np.int64)
+            outside = n > 0 and not 0 <= part.start <= int(slack.min())
         else:
-            n = len(part.files)
-            if len(part.offsets) != n or len(part.sizes) != n:
+            start = np.array(part.start, np.int64)
+            if len(start) != n:
                 raise ValueError("columns of different lengths")
-            offsets = np.array(part.offsets, np.int64).reshape(n, len(shape))
-            sizes = np.array(part.sizes, np.int64).reshape(n, len(shape))
-            file = np.array(part.files, np.int64)
-            # To prove that they are a tiling takes 2^cut corners a chunk, and nobody cuts that many dimensions.
-            cut = int(((offsets != 0) | (sizes != np.array(shape, np.int64))).any(axis=0).sum())
-            if cut > 4 and n << cut > MAX_CORNERS:
-                raise ValueError(f"{n} chunks cut {cut} dimensions")
-        start = np.broadcast_to(np.array(part.start, np.int64), (len(file),)).copy()
+            outside = bool((start < 0).any() or (start > slack).any())
+        if outside:
+            raise ValueError("a chunk leaves its file")
+        return Chunks(cells.offsets, cells.sizes, cells.file, start)
+
+    def _columns(self, part: Part, shape: tuple[int, ...]) -> _Cells:
+        """Chunks that are listed one by one."""
+        n = len(part.files)
+        if len(part.offsets) != n or len(part.sizes) != n:
+            raise ValueError("columns of different lengths")
+        offsets = np.array(part.offsets, np.int64).reshape(n, len(shape))
+        sizes = np.array(part.sizes, np.int64).reshape(n, len(shape))
+        # To prove that they are a tiling takes 2^cut corners a chunk, and nobody cuts that many dimensions.
+        cut = int(((offsets != 0) | (sizes != np.array(shape, np.int64))).any(axis=0).sum())
+        if cut > 4 and n << cut > MAX_CORNERS:
+            raise ValueError(f"{n} chunks cut {cut} dimensions")
+        return self._checked(offsets, sizes, np.array(part.files, np.int64), shape)
+
+    def _grid(self, number: int, shape: tuple[int, ...]) -> _Cells:
+        """The cells of a grid over a shape, made once."""
+        key = (number, shape)
+        if key not in self._expanded:
+            self._expanded[key] = self._checked(*self._cells(number, shape), shape)
+        return self._expanded[key]
+
+    def _checked(self, offsets: IntArray, sizes: IntArray, file: IntArray, shape: tuple[int, ...]) -> _Cells:
         whole = np.array(shape, np.int64).reshape(1, -1)
         # In an order in which hostile numbers cannot wrap around.
         if (offsets < 0).any() or (sizes <= 0).any() or (sizes > whole).any() or (offsets > whole - sizes).any():
             raise ValueError("a chunk leaves the tensor")
         if ((file < 0) | (file >= len(self.files))).any():
             raise ValueError("a chunk names no file")
-        room = self._room[file] if len(file) else start
-        nbytes = element_counts(sizes) * BY_NAME[dtype].itemsize
-        if (start < 0).any() or (nbytes > room).any() or (start > room - nbytes).any():
-            raise ValueError("a chunk leaves its file")
-        return Chunks(offsets, sizes, file, start)
+        return _Cells(offsets, sizes, file)
 
     @functools.cached_property
     def _room(self) -> IntArray:
@@ -280,6 +295,22 @@ class Manifest:
         offsets = np.stack([a.reshape(-1) for a in np.meshgrid(*starts, indexing="ij")], axis=1)
         sizes = np.stack([a.reshape(-1) for a in np.meshgrid(*lengths, indexing="ij")], axis=1)
         return offsets, sizes, file
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """Boxes (n, d) and file numbers (n,) of chunks that lie inside their tensor."""
+
+    offsets: IntArray
+    sizes: IntArray
+    file: IntArray
+    _slack: dict[int, IntArray] = field(default_factory=dict)
+
+    def slack(self, itemsize: int, room: IntArray) -> IntArray:
+        """The last byte of its file's data section at which each can start; below 0 if it does not fit."""
+        if itemsize not in self._slack:
+            self._slack[itemsize] = room[self.file] - element_counts(self.sizes) * itemsize
+        return self._slack[itemsize]
 
 
 class _Head(msgspec.Struct, frozen=True):

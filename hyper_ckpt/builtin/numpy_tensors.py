@@ -41,7 +41,7 @@ class NumpyTensors(Tensors):
 
     def host_view(self, shard: LocalShard) -> Carrier:
         array: Carrier = shard.data
-        return array.view(BY_NAME[array.dtype.name].carrier)
+        return array.view(_carrier(array.dtype))
 
     def writable(self, shard: LocalShard) -> Carrier:
         return check_writable(self.host_view(shard))
@@ -54,7 +54,7 @@ class NumpyTensors(Tensors):
 
     def storage_key(self, shard: LocalShard) -> Hashable | None:
         array: Carrier = shard.data
-        return memory_key(array.__array_interface__["data"][0], array.shape, array.strides, array.dtype.name)
+        return memory_key(array.__array_interface__["data"][0], array.shape, array.strides, _dtype_name(array.dtype))
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -109,6 +109,11 @@ def memory_key(pointer: int, shape: Sequence[int], strides: Sequence[int], dtype
     # The stride of a dimension of length 1 is never used and may be anything.
     steps = tuple(stride if length > 1 else 0 for stride, length in zip(strides, shape, strict=True))
     return (pointer, tuple(shape), steps, dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return BY_NAME[dtype.name].carrier
 
 
 @functools.lru_cache(maxsize=256)  # numpy works its names out anew each time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from hyper_ckpt.contracts.platform import ByteBuffer, Carrier, LocalShard, Pendi
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.dtypes import dtype_of
 from hyper_ckpt.engine.budget import Budget
-from hyper_ckpt.engine.pieces import SEGMENT_BYTES, Piece, PieceReader
+from hyper_ckpt.engine.pieces import SEGMENT_BYTES, SMALL_BYTES, Piece, PieceReader
 from hyper_ckpt.engine.shared import SharedPart
 from hyper_ckpt.engine.stage import settle
 from hyper_ckpt.engine.stored import Stored
@@ -218,7 +219,7 @@ class Loader:
         alone = np.flatnonzero(self.job.columns.group < 0)
         for rows in self._staging_batches(alone):
             self._open(rows)
-            run_all([t for r in rows for t in self.read_tasks(r, self.destination(r))], self.job.threads)
+            run_all(self.all_tasks([(r, self.destination(r)) for r in rows]), self.job.threads)
             self._close(rows)
             self._set_aside(rows)
         self._run_shared()
@@ -363,11 +364,37 @@ class Loader:
         offsets = tuple((located.offsets[i, :d] - located.piece_offsets[i, :d]).tolist())
         sizes = tuple(located.sizes[i, :d].tolist())
         itemsize = columns.table.dtype(number).itemsize
-        nbytes = math.prod(shape) * itemsize
-        piece = self.job.stored.piece(columns.table.names[number], int(located.file[i]), int(located.start[i]), nbytes)
-        return piece, shape, offsets, sizes, itemsize
+        return self._stored_piece(i, number, math.prod(shape) * itemsize), shape, offsets, sizes, itemsize
 
-    def read_tasks(self, row: int, destination: Carrier) -> Iterator[Task]:
+    def _stored_piece(self, i: int, number: int, nbytes: int) -> Piece:
+        located, name = self.job.located, self.job.columns.table.names[number]
+        return self.job.stored.piece(name, int(located.file[i]), int(located.start[i]), nbytes)
+
+    def all_tasks(self, wanted: Sequence[tuple[int, Carrier]]) -> Iterator[Task]:
+        """Tasks that fill wanted boxes, given with their memory. Small pieces wanted whole are read together."""
+        small: list[tuple[Piece, ByteBuffer]] = []
+        for row, destination in wanted:
+            i = self._small_whole[row]
+            if i >= 0 and destination.flags.c_contiguous:
+                number = int(self.job.columns.tensor[row])
+                small.append((self._stored_piece(i, number, destination.nbytes), _flat(destination)))
+                self.counts.read += destination.nbytes
+            else:
+                yield from self._read_tasks(row, destination)
+        yield from self._reader.small_tasks(small)
+
+    @functools.cached_property
+    def _small_whole(self) -> list[int]:
+        """Per wanted row, the stored piece that is all of it, if it is small; else -1."""
+        located, out = self.job.located, np.full(len(self.job.columns), -1, np.int64)
+        times = np.bincount(located.want, minlength=len(out))
+        same = (located.piece_sizes == located.sizes).all(axis=1) & (times[located.want] == 1)
+        i = np.flatnonzero(same & (self.nbytes[located.want] < SMALL_BYTES))
+        out[located.want[i]] = i
+        found: list[int] = out.tolist()
+        return found
+
+    def _read_tasks(self, row: int, destination: Carrier) -> Iterator[Task]:
         """Tasks that fill a wanted box from the stored pieces."""
         low, high = np.searchsorted(self._located_want, [row, row + 1])
         base = self.job.columns.box(row)[0]
@@ -377,6 +404,10 @@ class Loader:
             part = cut(destination, [a - b for a, b in zip(at, base, strict=True)], sizes)
             self.counts.read += math.prod(sizes) * itemsize
             yield from self._reader.tasks(piece, shape, offsets, sizes, part)
+
+
+def _flat(view: Carrier) -> ByteBuffer:
+    return view.reshape(-1).view(np.uint8)
 
 
 def _batches(nbytes: IntArray, rows: Rows, limit: int) -> Iterator[list[int]]:

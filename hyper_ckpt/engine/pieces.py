@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hyper_ckpt.box import contiguous_dim, cut
-from hyper_ckpt.contracts.platform import Carrier, Stager
+from hyper_ckpt.contracts.platform import ByteBuffer, Carrier, Stager
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.engine.budget import Budget
 from hyper_ckpt.engine.digest import Digests, block_count, block_digest
@@ -18,6 +18,8 @@ from hyper_ckpt.receipt import BLOCK_BYTES
 
 SEGMENT_BYTES = 16 * BLOCK_BYTES
 """One task of a large run, and the most that is read at once for a strided one."""
+SMALL_BYTES = 64 << 10
+"""Pieces below this are read together."""
 MAX_GAP_BYTES = 64 << 10
 """Unwanted bytes between two runs up to which one read over both is cheaper."""
 
@@ -68,6 +70,26 @@ class PieceReader:
         for low, part in _slabs(offsets, sizes, strides, target.itemsize, self.scratch_bytes - 2 * BLOCK_BYTES):
             inner = cut(target, [a - o for a, o in zip(low, offsets, strict=True)], part)
             yield lambda low=low, part=part, inner=inner: self._read_slab(piece, strides, low, part, inner)  # type: ignore[misc]
+
+    def small_tasks(self, wanted: Sequence[tuple[Piece, ByteBuffer]]) -> Iterator[Task]:
+        """Tasks that fill targets with small pieces, whole, many to a task. In the order in which they lie in files."""
+        batch: list[tuple[Piece, ByteBuffer]] = []
+        held = 0
+        for piece, target in sorted(wanted, key=lambda w: (w[0].file, w[0].base)):
+            if batch and (piece.file != batch[0][0].file or held >= BLOCK_BYTES):
+                yield lambda rows=batch: self._read_small(rows)  # type: ignore[misc]
+                batch, held = [], 0
+            batch.append((piece, target))
+            held += piece.nbytes
+        if batch:
+            yield lambda rows=batch: self._read_small(rows)  # type: ignore[misc]
+
+    def _read_small(self, rows: Sequence[tuple[Piece, ByteBuffer]]) -> None:
+        ranges = [(piece.base, piece.nbytes) for piece, _ in rows]
+        self.store.read_into(rows[0][0].file, ranges, [target.data for _, target in rows])
+        for piece, target in rows:
+            self._check(piece, 0, target.data)
+        self.progress(sum(piece.nbytes for piece, _ in rows))
 
     def verify_tasks(
         self, piece: Piece, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], itemsize: int
@@ -132,6 +154,10 @@ class PieceReader:
         low = number * BLOCK_BYTES
         block = into[: min(BLOCK_BYTES, piece.nbytes - low)]
         self.store.read_into(piece.file, [(piece.base + low, len(block))], [block])
+        self._check(piece, number, block)
+
+    def _check(self, piece: Piece, number: int, block: memoryview) -> None:
+        low = number * BLOCK_BYTES
         if piece.digests is not None and block_digest(block) != int(piece.digests[number]):
             filled = "The target may be partly filled: load" if self.fills else "Nothing was loaded: load"
             raise DigestError(

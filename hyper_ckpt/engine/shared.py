@@ -60,9 +60,7 @@ class SharedPart:
 
     def tasks(self) -> Iterator[Task]:
         """Reads this part into its messages."""
-        for message in self._messages:
-            for row, _, view in message.boxes:
-                yield from self._loader.read_tasks(row, view)
+        yield from self._loader.all_tasks([(row, view) for m in self._messages for row, _, view in m.boxes])
 
     def exchange(self, group: object) -> None:
         """Sends or receives this part, then unpacks it."""

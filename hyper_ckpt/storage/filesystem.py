@@ -196,19 +196,21 @@ class FileSystemReader(StorageReader):
         return manifest
 
     def locate(self, manifest: Manifest, wanted: Columns, rank: int) -> Located:
-        width = wanted.table.width
+        count = len(wanted.table.names)
+        bounds = np.r_[np.searchsorted(wanted.tensor, np.arange(count)), len(wanted)]
+        file, start = np.full(count, -1, np.int64), np.zeros(count, np.int64)
         parts: list[tuple[IntArray, ...]] = []
-        bounds = np.r_[np.searchsorted(wanted.tensor, np.arange(len(wanted.table.names))), len(wanted)]
         for number, name in enumerate(wanted.table.names):
+            if bounds[number] == bounds[number + 1]:
+                continue
+            stored = manifest.tensor(name)
+            if _is_one_piece(stored):
+                file[number], start[number] = stored.copies[0].file[0], stored.copies[0].start[0]
+                continue
             rows = np.arange(bounds[number], bounds[number + 1])
-            if len(rows):
-                parts.append(self._locate(manifest, manifest.tensor(name), wanted, rows, rank))
-        none, boxes = np.zeros(0, np.int64), np.zeros((0, width), np.int64)
-        columns = (
-            [np.concatenate(c) for c in zip(*parts, strict=True)]
-            if parts
-            else [none, none, none, boxes, boxes, boxes, boxes]
-        )
+            parts.append(self._locate(manifest, stored, wanted, rows, rank))
+        parts.append(_of_one_piece(wanted, file, start))
+        columns = [np.concatenate(c) for c in zip(*parts, strict=True)]
         return Located(tuple(f.name for f in manifest.files), *columns)
 
     def _locate(
@@ -229,6 +231,24 @@ class FileSystemReader(StorageReader):
                 padded = [pad(p, wanted.table.width, fill) for p, fill in zip(pieces, (0, 1, 0, 1), strict=True)]
                 return (rows[want], chunks.file[chunk], chunks.start[chunk], *padded)
         raise CoverageError(f"{manifest.checkpoint}: {stored.name!r} is not stored whole: load an earlier checkpoint")
+
+
+def _is_one_piece(stored: StoredTensor) -> bool:
+    """Whether a tensor is stored whole, once, in one piece."""
+    chunks = stored.copies[0]
+    return len(stored.copies) == 1 and len(chunks.file) == 1 and tuple(chunks.sizes[0].tolist()) == stored.shape
+
+
+def _of_one_piece(wanted: Columns, file: IntArray, start: IntArray) -> tuple[IntArray, ...]:
+    """Any part of a tensor that is stored in one piece lies in that; all such tensors at once.
+
+    Args:
+        file, start: per tensor, -1 for the others.
+    """
+    rows = np.flatnonzero(file[wanted.tensor] >= 0) if len(wanted) else np.zeros(0, np.int64)
+    tensor = wanted.tensor[rows]
+    whole = wanted.table.padded_shapes()[tensor] if len(rows) else np.zeros((0, wanted.table.width), np.int64)
+    return rows, file[tensor], start[tensor], np.zeros_like(whole), whole, wanted.offsets[rows], wanted.sizes[rows]
 
 
 def _check_names(manifest: Manifest) -> None:
