@@ -8,6 +8,7 @@ from typing import Literal
 
 Verify = Literal["off", "during", "before"]
 KeyMap = Mapping[str, str] | Callable[[str], str | Sequence[str] | None]
+ShareReads = bool | Literal["auto"]
 Strict = bool | Literal["exact"]
 
 DEFAULT_TIMEOUT = 1800.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable
 from types import TracebackType
 
@@ -25,6 +26,8 @@ class SaveHandle:
         self._metadata: Metadata | None = None
         self._error: BaseException | None = None
         self._seen = False
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[BaseException | None], object]] = []
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Waits until the state may be changed.
@@ -63,6 +66,16 @@ class SaveHandle:
         """Whether the save is over, well or not."""
         return self._over.is_set()
 
+    def add_done_callback(self, callback: Callable[[BaseException | None], object]) -> None:
+        """Calls `callback(error)` once the save is over, `None` for one that went well: in the thread that finishes
+        saves, which begins no other save before it returns; at once, in this one, if the save is over. What it raises
+        is printed."""
+        with self._lock:
+            if not self._over.is_set():
+                self._callbacks.append(callback)
+                return
+        _call(callback, self._error)
+
     def unseen_failure(self) -> BaseException | None:
         """Why it failed, if it did and nobody was told; from now on somebody was."""
         seen, self._seen = self._seen, True
@@ -75,7 +88,10 @@ class SaveHandle:
         except BaseException as error:
             self._error = error
         self._staged.set()
-        self._over.set()
+        with self._lock:
+            self._over.set()
+        for callback in self._callbacks:
+            _call(callback, self._error)
 
     def _wait(self, event: threading.Event, timeout: float | None, what: str) -> None:
         if not event.wait(timeout):
@@ -91,3 +107,10 @@ class SaveHandle:
             self.result()
         else:  # that error is the one to raise; this one is told by the next save
             self._over.wait()
+
+
+def _call(callback: Callable[[BaseException | None], object], error: BaseException | None) -> None:
+    try:
+        callback(error)
+    except Exception:
+        traceback.print_exc()

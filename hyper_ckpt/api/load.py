@@ -19,7 +19,7 @@ from hyper_ckpt.contracts.placement import StorageReader
 from hyper_ckpt.contracts.planner import LoadPlanner
 from hyper_ckpt.contracts.platform import Platform
 from hyper_ckpt.engine.workers import default_threads
-from hyper_ckpt.options import DEFAULT_TIMEOUT, LoadOptions, Strict, Verify
+from hyper_ckpt.options import DEFAULT_TIMEOUT, LoadOptions, ShareReads, Strict, Verify
 from hyper_ckpt.planning.standard import StandardLoadPlanner
 from hyper_ckpt.registry import registry
 from hyper_ckpt.storage.filesystem import FileSystemReader
@@ -38,7 +38,7 @@ def load(
     use_collectives: bool = True,
     strict: Strict = True,
     verify: Verify = "during",
-    share_reads: bool = True,
+    share_reads: ShareReads = "auto",
     threads: int | None = None,
     max_host_bytes: int | None = None,
     timeout: float = DEFAULT_TIMEOUT,
@@ -63,7 +63,8 @@ def load(
         verify: "during" checks every block while it is read (a damaged one is found after earlier ones were
             loaded); "before" checks all blocks first, so that the target stays untouched; "off" checks
             only the manifest and the sizes and headers of files.
-        share_reads: what several ranks want is read once and passed on.
+        share_reads: True: what several ranks want is read once and passed on; False: each rank reads for itself;
+            "auto": what is likely to be faster, by a short measurement. `LoadReport.shared_reads` says which it was.
         threads: threads that read; None: one per processor, 2 to 8.
         max_host_bytes: the most host memory besides the target; None: 256 MiB, or what shards outside host
             memory need at once if that is more.
@@ -81,7 +82,7 @@ def load(
 
     def resolve() -> LoadCall:
         where = resolve_id(checkpoint_id, storage_reader.checkpoint_id if storage_reader else None, "storage_reader")
-        _check_choices(strict, verify)
+        _check_choices(strict, verify, share_reads)
         return LoadCall(
             chosen,
             registry().store(where),
@@ -90,7 +91,7 @@ def load(
             options or LoadOptions(),
             strict,
             verify,
-            share_reads and use_collectives and chosen.ranks.world_size > 1,
+            share_reads if use_collectives and chosen.ranks.world_size > 1 else False,
             threads or default_threads(),
             max_host_bytes,
         )
@@ -107,8 +108,10 @@ def load(
         return Loading(call, this, reporter).run(state_dict)
 
 
-def _check_choices(strict: Strict, verify: Verify) -> None:
+def _check_choices(strict: Strict, verify: Verify, share_reads: ShareReads) -> None:
     if strict not in (True, False, "exact"):
         raise ValueError(f'strict is True, False or "exact", not {strict!r}')
     if verify not in ("off", "during", "before"):
         raise ValueError(f'verify is "off", "during" or "before", not {verify!r}')
+    if share_reads not in (True, False, "auto"):
+        raise ValueError(f'share_reads is True, False or "auto", not {share_reads!r}')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 import warnings
 from collections.abc import Iterator
@@ -17,18 +18,20 @@ from hyper_ckpt.agreement import Operation, StoppedError, broadcast_bytes
 from hyper_ckpt.api.common import RememberedTensors, all_tensors, attempt, few, tensor_test
 from hyper_ckpt.api.matching import Match, Matcher, count_votes, refuse_unexpected
 from hyper_ckpt.api.reporting import Reporter
+from hyper_ckpt.api.sharing import choose_sharing
 from hyper_ckpt.columns import Columns, Located
 from hyper_ckpt.contracts.placement import StorageReader
 from hyper_ckpt.contracts.planner import LoadPlanner, OwnBoxes, PlanContext
 from hyper_ckpt.contracts.platform import Platform
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.description import Description, without
+from hyper_ckpt.dtypes import dtype_of
 from hyper_ckpt.engine.load import Loader, LoadJob, Target, refuse_shared_memory
 from hyper_ckpt.engine.stage import from_host
 from hyper_ckpt.engine.stored import Stored
 from hyper_ckpt.errors import MissingFileError, UnsupportedStateError
 from hyper_ckpt.manifest import MANIFEST_NAME, VERSION, Manifest
-from hyper_ckpt.options import DEFAULT_MAX_HOST_BYTES, LoadOptions, Strict, Verify
+from hyper_ckpt.options import DEFAULT_MAX_HOST_BYTES, LoadOptions, ShareReads, Strict, Verify
 from hyper_ckpt.planning.describe import describe_tensor, local_shards
 from hyper_ckpt.registry import registry
 from hyper_ckpt.state import BlobNode, FlatState, flatten, restore, skeleton
@@ -52,6 +55,9 @@ class LoadReport:
         bytes_received: bytes of tensors that other ranks read for it.
         peak_host_bytes: the most host memory held besides the target.
         seconds: per phase.
+        shared_reads: whether reads were shared.
+        shared_boxes, broadcasts, packed_boxes: how many boxes this rank read for others or got from them, in how many
+            messages, and how many of them travelled together with others.
         mapped: names of the target that `map_keys` found, with the saved names.
     """
 
@@ -65,6 +71,10 @@ class LoadReport:
     peak_host_bytes: int
     seconds: dict[str, float]
     mapped: dict[str, str]
+    shared_reads: bool
+    shared_boxes: int
+    broadcasts: int
+    packed_boxes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +88,7 @@ class LoadCall:
     options: LoadOptions
     strict: Strict
     verify: Verify
-    share_reads: bool
+    share_reads: ShareReads
     threads: int
     max_host_bytes: int | None
 
@@ -184,6 +194,10 @@ class Loading:
             loader.counts.peak_host_bytes,
             self._seconds,
             dict(match.mapped),
+            loader.shares,
+            loader.counts.shared_boxes,
+            loader.counts.broadcasts,
+            loader.counts.packed_boxes,
         )
 
     def _match(self, flat: FlatState, manifest: Manifest) -> Match:
@@ -205,16 +219,32 @@ class Loading:
         description, error = attempt(lambda: planner.build_local_plan(match.wanted, frame, manifest, self._context))
         self._operation.agree("describing the target", error=error)
         assert description is not None
-        loader, error = attempt(lambda: self._loader(description, manifest, match, stored))
+        # Ranks that mapped names differently may mean different tensors by one name: then each reads for itself.
+        shares = match.alike and self._shares(description, match, manifest)
+        loader, error = attempt(lambda: self._loader(description, manifest, match, stored, shares))
         self._operation.agree("checking the files", error=error)
         assert loader is not None
         return loader
 
-    def _loader(self, description: Description, manifest: Manifest, match: Match, stored: Stored) -> Loader:
+    def _shares(self, description: Description, match: Match, manifest: Manifest) -> bool:
+        """Whether reads are shared, the same on all ranks."""
+        call = self._call
+        if call.share_reads != "auto":
+            return call.share_reads
+        records = {r.name: r for r in description.structure.tensors}
+        wanted = whole = 0
+        for name, value in match.wanted.items():
+            itemsize = dtype_of(records[name].dtype).itemsize
+            wanted += sum(math.prod(s.sizes) for s in local_shards(name, value, self._context)) * itemsize
+            whole += math.prod(records[name].shape) * itemsize
+        return choose_sharing(self._operation, call.platform, call.store, manifest.files, wanted, whole)
+
+    def _loader(
+        self, description: Description, manifest: Manifest, match: Match, stored: Stored, shares: bool
+    ) -> Loader:
         """Shares out the reads, finds the stored pieces, and checks the files that hold them."""
         call, rank, planner = self._call, self._ranks.rank, self._call.planner
-        # Ranks that mapped names differently may mean different tensors by one name: then each reads for itself.
-        world = self._operation.exchange(description) if call.share_reads and match.alike else None
+        world = self._operation.exchange(description) if shares else None
         # Of names that are one memory, only the first is read. A rank whose part is empty cannot tell that they
         # are: where reads are shared, all ranks must leave out the same.
         ties = match.ties if world is None else world.ties
@@ -243,6 +273,7 @@ class Loading:
             call.threads,
             call.max_host_bytes,
             self._reporter.progress,
+            shares,
         )
         self._reporter.agreed(int(columns.nbytes().sum()))
         loader = Loader(job, DEFAULT_MAX_HOST_BYTES)

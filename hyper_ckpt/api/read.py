@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from hyper_ckpt.options import DEFAULT_TIMEOUT, LoadOptions, Verify
 from hyper_ckpt.planning.standard import StandardLoadPlanner
 from hyper_ckpt.registry import registry
 from hyper_ckpt.state import rebuild, select, skeleton
-from hyper_ckpt.state.walk import prune, tensor_names
+from hyper_ckpt.state.walk import all_names, prune, tensor_names
 from hyper_ckpt.storage.filesystem import FileSystemReader
 
 
@@ -56,7 +57,8 @@ def read(
     Args:
         checkpoint_id: path or URL.
         storage_reader: finds chunks; with `checkpoint_id`, `storage_reader.at(checkpoint_id)` is used.
-        keys: only these names, and what lies below them.
+        keys: only these names, and what lies below them; `*`, `?` and `[...]` stand for any characters, also `/`, as in
+            "model/layers.0.*".
         platform: whose tensors to make; None makes numpy arrays (ml_dtypes where numpy has no such dtype).
         verify: as for `load`.
         options: as for `load`.
@@ -98,7 +100,7 @@ def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None, repor
     chosen, tensors = call.platform, all_tensors(call.platform)
     tree = select(state_of(manifest), 0).tree
     if keys is not None:
-        tree, absent = prune(tree, list(keys))
+        tree, absent = prune(tree, _expand(keys, all_names(tree)))
         if absent:
             where = manifest.checkpoint
             names = ", ".join(map(repr, absent))
@@ -123,3 +125,12 @@ def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None, repor
     )
     reporter.finished("loaded", sum(f.size for f in manifest.files))
     return state
+
+
+def _expand(keys: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The names that each key stands for; one that stands for none is kept, to be reported."""
+    known, out = set(names), list[str]()
+    for key in keys:
+        found = [] if key in known else fnmatch.filter(names, key)
+        out += found or [key]
+    return out

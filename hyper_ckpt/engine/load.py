@@ -104,6 +104,7 @@ class LoadJob:
         batch_ready: waits until all ranks of a group have read a batch.
         batch_bytes: the same on all ranks.
         progress: told of bytes read or received, by any thread.
+        shares: reads are shared between ranks.
     """
 
     ranks: Ranks
@@ -118,15 +119,20 @@ class LoadJob:
     threads: int
     max_host_bytes: int | None
     progress: Callable[[int], None]
+    shares: bool
 
 
 @dataclass
 class LoadCounts:
-    """What a load moved, in bytes: `read` from the store, `received` from ranks, and the most host memory held."""
+    """What a load moved, in bytes: `read` from the store, `received` from ranks, and the most host memory held; of
+    shared reads, the boxes, the messages, and the boxes that travelled with others."""
 
     read: int = 0
     received: int = 0
     peak_host_bytes: int = 0
+    shared_boxes: int = 0
+    broadcasts: int = 0
+    packed_boxes: int = 0
 
 
 class Loader:
@@ -134,7 +140,7 @@ class Loader:
 
     def __init__(self, job: LoadJob, default_host_bytes: int) -> None:
         self.job = job
-        self.counts = LoadCounts()
+        self.counts, self.shares = LoadCounts(), job.shares
         self.nbytes = job.columns.nbytes()
         order = np.argsort(job.located.want, kind="stable")
         self._handles: list[Any] = []

@@ -68,9 +68,13 @@ class SharedPart:
         buffers = [m.buffer for m in self._messages]
         if buffers:
             ranks.broadcast_into(buffers, self.reader, group).wait()
+        counts = self._loader.counts
+        counts.broadcasts += len(buffers)
+        counts.shared_boxes += sum(len(m.boxes) for m in self._messages)
+        counts.packed_boxes += sum(len(m.boxes) for m in self._messages if len(m.boxes) > 1)
         if self.reader != ranks.rank:
             received = sum(len(b) for b in buffers)
-            self._loader.counts.received += received
+            counts.received += received
             self._loader.job.progress(received)
         for message in self._messages:
             if message.pooled is not None:

@@ -19,7 +19,7 @@ import pytest
 import hyper_ckpt
 from hyper_ckpt.builtin.numpy_tensors import numpy_dtype
 from hyper_ckpt.dtypes import TABLE
-from hyper_ckpt.errors import UnsupportedStateError, UnsupportedTypeError
+from hyper_ckpt.errors import MissingKeyError, UnsupportedStateError, UnsupportedTypeError
 from hyper_ckpt.values import PerRank
 
 from .helpers import Point, State, Stateful, blank, copied, fresh, load_on, plain_of, same, save_on
@@ -202,3 +202,15 @@ def test_what_cannot_be_stored_is_named_and_nothing_is_written(value: Any, tmp_p
     with pytest.raises(UnsupportedStateError, match="'model/x/1'"):
         hyper_ckpt.save({"model": {"x": [1, value]}}, tmp_path / "c")
     assert not list(tmp_path.rglob("*.*"))
+
+
+def test_keys_may_be_patterns() -> None:
+    url = fresh()
+    model = {f"layers.{i}.{kind}": np.full(4, i, "f4") for i in range(3) for kind in ("weight", "bias")}
+    hyper_ckpt.save({"model": model, "a*b": 1, "axb": 2, "step": 3}, url, no_dist=True)
+    found = hyper_ckpt.read(url, keys=["model/layers.0.*", "model/*.1.bias"])
+    assert sorted(found["model"]) == ["layers.0.bias", "layers.0.weight", "layers.1.bias"]
+    assert hyper_ckpt.read(url, keys=["a*b"]) == {"a*b": 1}, "a name that is there means itself"
+    assert hyper_ckpt.read(url, keys=["ste[p]"]) == {"step": 3}
+    with pytest.raises(MissingKeyError, match=r"'layers\.\*'"):
+        hyper_ckpt.read(url, keys=["layers.*"])
