@@ -48,8 +48,14 @@ class SaveOptions:
             raise ValueError(f'conflicts is "warn" or "error" and leftover_age at least 0 seconds, not {self}')
         if self.executor not in ("thread", "process"):
             raise ValueError(f'executor is "thread" or "process", not {self.executor!r}')
-        if self.max_in_flight < 1:
-            raise ValueError(f"max_in_flight must be at least 1, not {self.max_in_flight}")
+        _check_saves(self.max_in_flight, self.save_token)
+
+
+def _check_saves(max_in_flight: object, save_token: object) -> None:
+    if not isinstance(max_in_flight, int) or max_in_flight < 1:
+        raise ValueError(f"max_in_flight must be an integer from 1 on, not {max_in_flight!r}")
+    if save_token is not None and (not isinstance(save_token, str) or not save_token):
+        raise ValueError(f"save_token must be a string with something in it, not {save_token!r}")
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,8 @@ class LoadOptions:
         broadcast_batch_bytes: bytes that one rank reads before it passes them on, where reads are shared.
         progress: as for a save.
         map_keys: the saved name of a name in the target, where they differ: a dict, or a function that returns a
-            name, several of which the first that was saved is taken, or None. `LoadReport.mapped` says what matched.
+            name, several of which the first that was saved is taken, or None for its own name. A name that was not
+            saved is missing. `LoadReport.mapped` says what matched.
     """
 
     allow_pickle: bool = False
@@ -73,3 +80,5 @@ class LoadOptions:
     def __post_init__(self) -> None:
         if self.broadcast_batch_bytes < 1:
             raise ValueError(f"broadcast_batch_bytes must be at least 1, not {self.broadcast_batch_bytes}")
+        if not (self.map_keys is None or isinstance(self.map_keys, Mapping) or callable(self.map_keys)):
+            raise ValueError(f"map_keys is a dict or a function, not a {type(self.map_keys).__name__}")

@@ -132,11 +132,15 @@ def decode_receipt(data: bytes, expected_digest: str | None, what: str) -> Recei
             raise ValueError(f"blocks of {receipt.block_bytes} bytes are not of version 1")
         for piece in receipt.pieces:
             blocks = -(-piece.nbytes // BLOCK_BYTES)
-            if len(piece.digests) != 16 * blocks or not 0 <= piece.file < len(receipt.files) or piece.start < 0:
+            if (
+                len(piece.digests) != 16 * blocks
+                or not 0 <= piece.file < len(receipt.files)
+                or not 0 <= piece.start < 1 << 60
+            ):
                 raise ValueError(f"piece {piece.file}/{piece.start} is out of bounds")
             bytes.fromhex(piece.digests)
         if any(not 0 <= n < len(receipt.pieces) for n in receipt.payloads.values()):
             raise ValueError("a payload names no piece")
-    except (msgspec.ValidationError, msgspec.DecodeError, ValueError) as error:
+    except (msgspec.ValidationError, msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ManifestError(f"{what} is not a valid receipt: {error}") from error
     return receipt

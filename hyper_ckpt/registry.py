@@ -50,7 +50,7 @@ class Registry:
     """The plugins of this process, each loaded in its own try: a broken one does not hide the others."""
 
     def __init__(self) -> None:
-        self.errors: dict[str, Exception] = {}
+        self.errors: dict[str, BaseException] = {}
         self.preferred: str | None = None
         self._origins: dict[str, tuple[str, str]] = {"builtin": ("hyper-ckpt", VERSION)}
         self._plugins = pluggy.PluginManager(hookspecs.PROJECT)
@@ -76,7 +76,9 @@ class Registry:
             plugin = entry.load()
             _check_contract(plugin, origin)
             self._plugins.register(plugin, entry.name)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a SystemExit too: the process is not a plugin's to end
             self.errors[entry.name] = error
 
     def register(self, plugin: Any, name: str) -> None:
@@ -150,8 +152,12 @@ class Registry:
         found: list[tuple[str, Any]] = []
         for implementation in getattr(self._plugins.hook, hook).get_hookimpls():
             try:
-                found += [(implementation.plugin_name, spec) for spec in implementation.function()]
-            except Exception as error:
+                specs = list(implementation.function())
+                _check_specs(hook, specs)
+                found += [(implementation.plugin_name, spec) for spec in specs]
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 self.errors[implementation.plugin_name] = error
         return found
 
@@ -203,7 +209,10 @@ class Registry:
         """
         spec = self.platform_spec(name)
         with _blaming(f"platform {name!r}", spec.install):
-            return spec.load()
+            found: object = spec.load()
+            if not isinstance(found, Platform):
+                raise TypeError(f"its load gave a {type(found).__name__}, which is no Platform")
+            return found
 
     def platform_spec(self, name: str) -> PlatformSpec:
         """What a plugin announces of a platform.
@@ -271,7 +280,7 @@ class Registry:
             )
         if votes:
             return self.platform(votes.pop())
-        active = [s for s in self._platforms.values() if s.name != "numpy" and s.active() > 0]
+        active = [s for s in self._platforms.values() if s.name != "numpy" and _is_active(s)]
         if len(active) > 1:
             raise MixedFrameworksError(
                 f"{' and '.join(s.name for s in active)} both have a process group and the state "
@@ -281,6 +290,35 @@ class Registry:
 
     def _broken(self) -> str:
         return "".join(f". Plugin {name!r} failed to load: {type(e).__name__}: {e}" for name, e in self.errors.items())
+
+
+_SPECS: dict[str, tuple[type, tuple[str, ...]]] = {
+    "hyper_ckpt_platforms": (PlatformSpec, ("name",)),
+    "hyper_ckpt_stores": (StoreSpec, ("target",)),
+    "hyper_ckpt_codecs": (hookspecs.CodecSpec, ()),
+    "hyper_ckpt_planners": (hookspecs.PlannerSpec, ("name",)),
+    "hyper_ckpt_events": (EventSpec, ("name",)),
+}
+"""What each hook returns a list of, and which fields of it are text."""
+
+
+def _check_specs(hook: str, specs: list[Any]) -> None:
+    """Refuses what a hook must not return."""
+    kind, texts = _SPECS[hook]
+    for spec in specs:
+        if not isinstance(spec, kind):
+            raise PluginError(f"{hook} returned a {type(spec).__name__} where a {kind.__name__} is wanted")
+        for name in texts:
+            if not isinstance(getattr(spec, name), str):
+                raise PluginError(f"{hook} returned a {kind.__name__} whose {name} is no text")
+        lists = [getattr(spec, name, ()) for name in ("modules", "schemes")]
+        if any(isinstance(each, str) or not all(isinstance(text, str) for text in each) for each in lists):
+            raise PluginError(f"{hook} returned a {kind.__name__} whose modules or schemes are no list of texts")
+
+
+def _is_active(spec: PlatformSpec) -> bool:
+    with _blaming(f"platform {spec.name!r}", spec.install):
+        return spec.active() > 0
 
 
 def _check_contract(plugin: Any, origin: tuple[str, str]) -> None:

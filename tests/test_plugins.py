@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from hyper_ckpt import NumpyPlatform
 from hyper_ckpt.cli.app import cli
 from hyper_ckpt.contracts.platform import PlatformSpec
 from hyper_ckpt.contracts.store import StoreSpec
@@ -24,7 +25,7 @@ def plugin(platform: str | None = None, scheme: str | None = None, contract: int
     if contract is not None:
         module.CONTRACT_VERSION = contract
     if platform is not None:
-        spec = PlatformSpec(platform, (), lambda: 0, lambda: None, "pip install it")  # type: ignore[arg-type,return-value]
+        spec = PlatformSpec(platform, (), lambda: 0, NumpyPlatform, "pip install it")
         module.hyper_ckpt_platforms = hookimpl(lambda: [spec])
     if scheme is not None:
         module.hyper_ckpt_stores = hookimpl(
@@ -41,7 +42,7 @@ class FakeEntry:
         self.dist = types.SimpleNamespace(name=distribution, version="1.2")
 
     def load(self) -> Any:
-        if isinstance(self._module, Exception):
+        if isinstance(self._module, BaseException):
             raise self._module
         return self._module
 
@@ -56,7 +57,7 @@ def test_a_broken_plugin_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch, FakeEntry("bad", "bad-dist", OSError("libbad.so")), FakeEntry("good", "good-dist", plugin("good"))
     )
     assert found.platform("numpy").name == "numpy"
-    assert found.platform("good") is None
+    assert isinstance(found.platform("good"), NumpyPlatform)
     by_name = {p.name: p for p in found.plugins()}
     assert by_name["bad"].error == "OSError: libbad.so"
     assert (by_name["good"].announces, by_name["good"].distribution) == (("platform good",), "good-dist")
@@ -161,3 +162,46 @@ def test_finding_plugins_imports_no_framework() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize(
+    ("hook", "value"),
+    [
+        ("hyper_ckpt_platforms", ["x"]),
+        ("hyper_ckpt_platforms", [None]),
+        ("hyper_ckpt_platforms", 5),
+        ("hyper_ckpt_platforms", [PlatformSpec("bad", "torch", lambda: 0, lambda: None, "")]),  # type: ignore[arg-type,return-value]
+        ("hyper_ckpt_stores", ["memory"]),
+        ("hyper_ckpt_stores", [StoreSpec((5,), "x:y")]),  # type: ignore[arg-type]
+        ("hyper_ckpt_codecs", [object()]),
+        ("hyper_ckpt_planners", [PlannerSpec(["a"])]),  # type: ignore[arg-type]
+        ("hyper_ckpt_events", [len]),
+    ],
+)
+def test_a_hook_that_returns_something_else_stops_only_its_plugin(
+    monkeypatch: pytest.MonkeyPatch, hook: str, value: Any
+) -> None:
+    bad = plugin()
+    setattr(bad, hook, hookimpl(lambda: value))
+    found = registry_with(
+        monkeypatch, FakeEntry("bad", "bad-dist", bad), FakeEntry("good", "good-dist", plugin("good"))
+    )
+    assert found.errors.keys() == {"bad"}
+    assert found.choose({"x": 1}).name == "numpy"
+    assert [p.name for p in found.plugins() if p.error] == ["bad"]
+
+
+def test_a_plugin_cannot_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = registry_with(monkeypatch, FakeEntry("bad", "bad-dist", SystemExit(3)))
+    assert "SystemExit" in {p.name: p for p in found.plugins()}["bad"].error
+
+
+def test_what_a_platform_spec_does_wrong_is_blamed_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = plugin()
+    wrong = PlatformSpec("wrong", ("nothing",), lambda: 1 // 0, lambda: 5, "pip install it")  # type: ignore[arg-type,return-value]
+    module.hyper_ckpt_platforms = hookimpl(lambda: [wrong])
+    found = registry_with(monkeypatch, FakeEntry("wrong", "wrong-dist", module))
+    with pytest.raises(PluginError, match=r"'wrong'.*ZeroDivisionError"):
+        found.choose({"x": 1})
+    with pytest.raises(PluginError, match=r"'wrong'.*no Platform"):
+        found.platform("wrong")

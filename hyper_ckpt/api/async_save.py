@@ -65,14 +65,15 @@ def async_save(
         durable, threads, max_host_bytes, user_metadata, options or SaveOptions(),
     )  # fmt: skip
     chosen = resolve_platform(platform, state_dict, no_dist)
-    flight = in_flight(chosen)
-    most = arguments.options.max_in_flight
-    waited = flight.wait_room(most, timeout)
-    saving = arguments.start(chosen, timeout, most)
+    saving, waited = arguments.start(chosen, timeout, waits_for_all=False)
     handle = SaveHandle(saving.call.store.url, timeout, waited)
     with saving.reporter.failing():
         rest = _Rest(saving.call, saving.reporter, saving.begin(state_dict))
-    flight.submit(handle, lambda: handle.run(rest.finish))
+    if rest.is_written:
+        handle.mark_staged()
+    in_flight(chosen).submit(handle, lambda: handle.run(rest.finish))
+    if rest.interrupt is not None:  # the others are told in the background; here it is not ours to keep
+        raise rest.interrupt
     return handle
 
 
@@ -90,6 +91,16 @@ class _Rest:
         self._error = begun.error
         if begun.planned is not None:
             _, self._error = attempt(self._copy_or_write)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's part was written already, so that the state may change."""
+        return self._written is not None
+
+    @property
+    def interrupt(self) -> BaseException | None:
+        """What stopped the copying from outside, e.g. a KeyboardInterrupt."""
+        return self._error if self._error is not None and not isinstance(self._error, Exception) else None
 
     def _copy_or_write(self) -> None:
         assert self._begun.planned is not None
@@ -122,6 +133,7 @@ class _Rest:
         if self._copies is not None:
             self._copies.wait()
             staged()
+            self._reporter.staged()
             return self._begun.write(self._copies.pieces, write if self._shared is None else self._shared.write)
         assert self._written is not None
         return self._written

@@ -25,6 +25,9 @@ from hyper_ckpt.state.walk import tensor_names
 
 CheckpointId = str | os.PathLike[str]
 
+MAX_TIMEOUT = 10 * 365 * 86400.0
+"""Seconds that every clock and every framework can count; what is longer means "for ever"."""
+
 
 def resolve_id(checkpoint_id: CheckpointId | None, own: str | None, what: str) -> str:
     """The path or URL that a call speaks of.
@@ -44,6 +47,7 @@ def resolve_id(checkpoint_id: CheckpointId | None, own: str | None, what: str) -
 
 def resolve_platform(platform: Platform | str | None, state: Any, no_dist: bool) -> Platform:
     """The platform of a call; with `no_dist`, its tensors in a world of one."""
+    check_type("platform", platform, Platform, str, type(None))
     if isinstance(platform, str):
         platform = registry().platform(platform)
     chosen = platform or registry().choose(state)
@@ -53,6 +57,31 @@ def resolve_platform(platform: Platform | str | None, state: Any, no_dist: bool)
         chosen.kept["alone"] = Platform(chosen.name, SingleRank(), chosen.tensors, chosen.stager)
     alone: Platform = chosen.kept["alone"]
     return alone
+
+
+def check_type(name: str, value: object, *kinds: type) -> None:
+    """Raises TypeError for an argument of another type."""
+    if not isinstance(value, kinds):
+        wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise TypeError(f"{name} must be {wanted}, not {type(value).__name__}")
+
+
+def check_number(name: str, value: object, least: int) -> None:
+    """Raises for what is neither None nor an integer from `least` on."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer or None, not {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, not {value}")
+
+
+def check_timeout(timeout: object) -> None:
+    """Raises for what is no positive number of seconds."""
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"timeout must be a number of seconds, not {type(timeout).__name__}")
+    if not timeout > 0:
+        raise ValueError(f"timeout must be above 0 seconds, not {timeout}")
 
 
 def in_flight(platform: Platform) -> InFlight:
@@ -160,6 +189,7 @@ def state_of(manifest: Manifest) -> Node:
 
 def operation(platform: Platform, timeout: float, call: str) -> Operation:
     """The next save or load of the platform's ranks. `call` says which, as far as that is known: what and where."""
+    timeout = min(timeout, MAX_TIMEOUT)
     number = in_step(platform.ranks, next(platform.operations), call, timeout)
     platform.operations = itertools.count(number + 1)
     return Operation(platform.ranks, number, timeout)

@@ -81,10 +81,14 @@ class SaveHandle:
         seen, self._seen = self._seen, True
         return None if seen else self._error
 
+    def mark_staged(self) -> None:
+        """The state may be changed."""
+        self._staged.set()
+
     def run(self, finish: Callable[[Callable[[], None]], Metadata]) -> None:
         """The background's part: never raises. `finish` calls what it is given when the state may change."""
         try:
-            self._metadata = finish(self._staged.set)
+            self._metadata = finish(self.mark_staged)
         except BaseException as error:
             self._error = error
         self._staged.set()
@@ -94,7 +98,7 @@ class SaveHandle:
             _call(callback, self._error)
 
     def _wait(self, event: threading.Event, timeout: float | None, what: str) -> None:
-        if not event.wait(timeout):
+        if not event.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
             raise SaveInFlightError(f"the save to {self.checkpoint_id} {what} after {timeout:g} s: wait again")
 
     def __enter__(self) -> SaveHandle:

@@ -6,7 +6,11 @@ from typing import Any
 
 from hyper_ckpt.agreement import Operation
 from hyper_ckpt.api.common import (
+    MAX_TIMEOUT,
     CheckpointId,
+    check_number,
+    check_timeout,
+    check_type,
     operation,
     resolve_id,
     resolve_platform,
@@ -80,7 +84,14 @@ def load(
     """
     chosen = resolve_platform(platform, state_dict, no_dist)
 
+    check_timeout(timeout)
+
     def resolve() -> LoadCall:
+        check_type("options", options, LoadOptions, type(None))
+        check_type("storage_reader", storage_reader, StorageReader, type(None))
+        check_type("planner", planner, LoadPlanner, str, type(None))
+        check_number("threads", threads, 1)
+        check_number("max_host_bytes", max_host_bytes, 0)
         where = resolve_id(checkpoint_id, storage_reader.checkpoint_id if storage_reader else None, "storage_reader")
         _check_choices(strict, verify, share_reads)
         return LoadCall(
@@ -100,7 +111,7 @@ def load(
         # From here on the ranks count this call, so that one which fails at once stays in step with the others.
         this = operation(chosen, timeout, f"load {checkpoint_id!r}")
     else:
-        this = Operation(SingleRank(), 0, timeout)
+        this = Operation(SingleRank(), 0, min(timeout, MAX_TIMEOUT))
     call = settle(this, resolve)
     quiet = not call.options.progress
     reporter = Reporter("load", call.store.url, chosen, quiet, registry().observers()).start()

@@ -19,6 +19,7 @@ from hyper_ckpt.api.common import RememberedTensors, all_tensors, attempt, few, 
 from hyper_ckpt.api.matching import Match, Matcher, count_votes, refuse_unexpected
 from hyper_ckpt.api.reporting import Reporter
 from hyper_ckpt.api.sharing import choose_sharing
+from hyper_ckpt.box import element_counts
 from hyper_ckpt.columns import Columns, Located
 from hyper_ckpt.contracts.placement import StorageReader
 from hyper_ckpt.contracts.planner import LoadPlanner, OwnBoxes, PlanContext
@@ -47,6 +48,7 @@ class LoadReport:
 
     Args:
         loaded: names of the tensors that were filled.
+        unfilled: names of those that the planner left as they were, all or a part of each.
         missing: names that the target wants and the checkpoint does not have; left as they were.
         unexpected: names that the checkpoint has and the target does not want.
         mismatched: what was left as it was because kind, shape or dtype differ, each with the reason.
@@ -62,6 +64,7 @@ class LoadReport:
     """
 
     loaded: tuple[str, ...]
+    unfilled: tuple[str, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     mismatched: tuple[str, ...]
@@ -181,10 +184,12 @@ class Loading:
             if error is not None:
                 self._operation.stop()
             self._operation.agree("loading", b"1" * stopped, None if stopped else error, _refuse_stopped, last=True)
+        unfilled = self._unfilled(loader, match)
         self._reporter.finished("loaded", sum(f.size for f in manifest.files) if self._ranks.rank == 0 else 0)
         self._warn(match, flat)
         return LoadReport(
-            tuple(sorted(match.wanted)),
+            tuple(sorted(match.wanted.keys() - unfilled)),
+            tuple(sorted(unfilled)),
             tuple(match.missing),
             tuple(match.unexpected),
             tuple(match.mismatched),
@@ -337,6 +342,18 @@ class Loading:
         if data is None:
             raise errors.ManifestError(f"the value of {name!r} is missing from the receipt of rank {node.rank}")
         return self._call.planner.apply_bytes(name, data)
+
+    def _unfilled(self, loader: Loader, match: Match) -> set[str]:
+        """Names of which not all was planned: a planner may fill less, but must not be thought to fill all."""
+        columns = loader.job.columns
+        planned = np.bincount(columns.tensor, element_counts(columns.sizes), len(columns.table.names))
+        filled = dict(zip(columns.table.names, planned.tolist(), strict=True))
+
+        def is_filled(name: str) -> bool:
+            own = local_shards(name, match.wanted[name], self._context)
+            return bool(filled.get(match.ties.get(name, name), 0) >= sum(math.prod(s.sizes) for s in own))
+
+        return {name for name in match.wanted if not is_filled(name)}
 
     def _warn(self, match: Match, flat: FlatState) -> None:
         left_out = match.left_out(flat)

@@ -121,7 +121,7 @@ class Matcher:
             manifest=self._manifest,
             mapped=renamed.moved,
         )
-        misfits = self._compare_trees(match)
+        misfits = self._compare_trees(match, renamed)
         for name, value in self._flat.tensors.items():
             if name in misfits or name not in self._manifest.tensors:
                 continue
@@ -142,20 +142,24 @@ class Matcher:
         known = set(all_names(saved))
 
         def source_of(name: str) -> str | None:
-            found = map_keys.get(name) if isinstance(map_keys, Mapping) else map_keys(name)
-            candidates = [found] if isinstance(found, str) else found or ()
-            return next((each for each in candidates if each in known), None)
+            candidates = _candidates(map_keys, name)
+            return next((each for each in candidates if each in known), candidates[0] if candidates else None)
 
         return rename(saved, self._flat.tree, source_of)
 
-    def _compare_trees(self, match: Match) -> set[str]:
+    def _compare_trees(self, match: Match, renamed: Renamed) -> set[str]:
         """Notes what differs; returns the names where kinds differ."""
         misfits = set()
+        if renamed.stuck:
+            text = f"map_keys finds {renamed.absent[renamed.stuck[0]]!r} for {renamed.stuck[0]!r}, which was not saved"
+            raise errors.MissingKeyError(f"{text}, and a list or tuple cannot be loaded without it", [text])
         for d in compare(self._flat.tree, match.saved):
             if d.kind == "unexpected":
                 match.unexpected.append(d.name)
                 continue
-            self._problems.setdefault(d.kind, []).append(d.text)
+            source = renamed.absent.get(d.name)
+            text = d.text if source is None else f"{d.text} (map_keys looks for {source!r})"
+            self._problems.setdefault(d.kind, []).append(text)
             if d.kind == "missing":
                 match.missing.append(d.name)
             else:
@@ -201,6 +205,19 @@ class Matcher:
                     f"{name!r} has no memory (it is on the meta device): give the object at {inside!r} memory first, "
                     "e.g. with to_empty(), or load into its state_dict() and assign that"
                 )
+
+
+def _candidates(map_keys: KeyMap, name: str) -> list[str]:
+    """The saved names that a mapping has for one of the target's.
+
+    Raises:
+        ValueError: it has something else.
+    """
+    found: object = map_keys.get(name) if isinstance(map_keys, Mapping) else map_keys(name)
+    out = [found] if isinstance(found, str) else list(found) if isinstance(found, list | tuple) else []
+    if (found is not None and not isinstance(found, str | list | tuple)) or not all(isinstance(n, str) for n in out):
+        raise ValueError(f"map_keys has {found!r} for {name!r}: it must be a name, several names, or None")
+    return out
 
 
 _KINDS: dict[str, type[StateMismatchError]] = {

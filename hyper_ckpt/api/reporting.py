@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Literal
 
 from hyper_ckpt.contracts.events import Event, EventKind, EventSpec, Observer
@@ -41,18 +41,21 @@ class Reporter:
         self._lock = threading.Lock()
         self._begin = self._last = time.monotonic()
         self._done = self._total = 0
+        self._is_staged = False
 
     def start(self) -> Reporter:
         """The call begins."""
         for spec in self._specs:
             try:
                 self._observers.append((spec.name, spec.load()))
-            except Exception as error:  # whoever only watches must not stop a save
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # whoever only watches must not stop a save
                 _complain(spec.name, error)
         self._tell("start")
         return self
 
-    @contextmanager
+    @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
         """What is raised inside is told as "failed"."""
         try:
@@ -78,8 +81,10 @@ class Reporter:
             self._tell("progress")
 
     def staged(self) -> None:
-        """The state may be changed again."""
-        self._tell("staged")
+        """The state may be changed again; told once."""
+        if not self._is_staged:
+            self._is_staged = True
+            self._tell("staged")
 
     def finished(self, kind: EventKind, checkpoint_bytes: int) -> None:
         """The call has done what it should."""
@@ -96,10 +101,13 @@ class Reporter:
         for name, observer in self._observers.copy():
             try:
                 observer(event)
-            except Exception as failure:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as failure:  # whoever only watches must not stop a save, nor end the process
                 self._observers = [each for each in self._observers if each[1] is not observer]
                 _complain(name, failure)
 
 
-def _complain(name: str, error: Exception) -> None:
-    warnings.warn(f"the observer {name!r} failed and hears no more of this call: {error!r}", stacklevel=4)
+def _complain(name: str, error: BaseException) -> None:
+    with contextlib.suppress(Exception):  # warnings may be errors here, and the error stream closed
+        warnings.warn(f"the observer {name!r} failed and hears no more of this call: {error!r}", stacklevel=4)

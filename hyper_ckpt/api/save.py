@@ -7,6 +7,9 @@ from typing import Any
 
 from hyper_ckpt.api.common import (
     CheckpointId,
+    check_number,
+    check_timeout,
+    check_type,
     in_flight,
     operation,
     resolve_id,
@@ -92,8 +95,7 @@ def save(
     )  # fmt: skip
     chosen = resolve_platform(platform, state_dict, no_dist)
     # Saves become complete in the order of the calls.
-    in_flight(chosen).wait_room(1, timeout)
-    saving = arguments.start(chosen, timeout, 1)
+    saving, _ = arguments.start(chosen, timeout, waits_for_all=True)
     with saving.reporter.failing():
         begun = saving.begin(state_dict)
         return begun.finish(begun.write)
@@ -116,35 +118,39 @@ class Arguments:
     user_metadata: Any
     options: SaveOptions
 
-    def start(self, platform: Platform, timeout: float, most: int) -> Saving | SavingAlone:
-        """The story that these arguments ask for.
-
-        Args:
-            most: fewer saves than that are in flight.
+    def start(self, platform: Platform, timeout: float, *, waits_for_all: bool) -> tuple[Saving | SavingAlone, float]:
+        """The story that these arguments ask for, once there is room for it, or no save in flight; and seconds waited.
 
         Raises:
-            ValueError, CheckpointError: they cannot be meant; or an earlier save in the background failed.
+            ValueError, TypeError, CheckpointError: they cannot be meant; or an earlier save in the background failed.
+            SaveInFlightError: there was no room within `timeout`.
         """
+        check_timeout(timeout)
         if not self.use_collectives:
-            call = self._resolve(platform, most)
+            call, waited = self._resolve(platform, timeout, waits_for_all)
             save_id = id_of(self.options.save_token, platform.ranks.world_size)
-            return SavingAlone(call, save_id, _reporter(call))
+            return SavingAlone(call, save_id, _reporter(call)), waited
         # From here on the ranks count this call, so that one which fails at once stays in step with the others.
         this = operation(platform, timeout, f"save {self.checkpoint_id!r}")
-        call = settle(this, lambda: self._resolve(platform, most))
-        return Saving(call, this, _reporter(call))
+        call, waited = settle(this, lambda: self._resolve(platform, timeout, waits_for_all))
+        return Saving(call, this, _reporter(call)), waited
 
-    def _resolve(self, platform: Platform, most: int) -> SaveCall:
-        earlier = in_flight(platform).failure(most)
+    def _resolve(self, platform: Platform, timeout: float, waits_for_all: bool) -> tuple[SaveCall, float]:
+        self._check()
+        flight, most = in_flight(platform), 1 if waits_for_all else self.options.max_in_flight
+        waited = flight.wait_room(most, timeout)
+        earlier = flight.failure(most)
         if earlier is not None:
             raise earlier
         own = self.storage_writer.checkpoint_id if self.storage_writer else None
         where = resolve_id(self.checkpoint_id, own, "storage_writer")
-        self._check()
+        store = registry().store(where)
+        # What it finds there is what this save must replace.
+        flight.wait_over(store.url, timeout)
         planner = registry().save_planner(self.planner) if isinstance(self.planner, str) else self.planner
-        return SaveCall(
+        call = SaveCall(
             platform,
-            registry().store(where),
+            store,
             (self.storage_writer or FileSystemWriter()).at(where),
             planner or StandardSavePlanner(SavePolicy(self.remove_redundancy, self.save_to_minimum_rank)),
             self.options,
@@ -154,8 +160,14 @@ class Arguments:
             self.max_host_bytes,
             self.user_metadata,
         )
+        return call, waited
 
     def _check(self) -> None:
+        check_type("options", self.options, SaveOptions)
+        check_type("storage_writer", self.storage_writer, StorageWriter, type(None))
+        check_type("planner", self.planner, SavePlanner, str, type(None))
+        check_number("threads", self.threads, 1)
+        check_number("max_host_bytes", self.max_host_bytes, 0)
         if self.use_collectives and self.options.save_token is not None:
             raise ValueError("save_token is for use_collectives=False: ranks that talk draw an id of their own")
         if not self.use_collectives and self.planner is not None:

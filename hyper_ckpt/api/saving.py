@@ -161,7 +161,7 @@ class Saving:
         columns = self.call.planner.finalize_plan(world, Columns.unpack(table_of(world), loose), rank)
         payloads = dict(prepared.flat.payloads)
         payloads |= {name: prepared.flat.blobs[name] for name, owner in decision.blobs if owner == rank}
-        return self._part.plan(prepared, columns, decision.save_id, payloads)
+        return self._part.plan(prepared, columns, decision.save_id, payloads, self.reporter)
 
     def _publish(self, votes: list[bytes], begun: BegunTogether) -> bytes:
         """At rank 0, when all have written: compares what was written with the plan, and commits."""

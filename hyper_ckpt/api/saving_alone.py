@@ -67,7 +67,7 @@ class SavingAlone:
             ties,
         )
         payloads = {**prepared.flat.payloads, **prepared.flat.blobs}
-        return BegunAlone(self, self._part.plan(prepared, columns, self._save_id, payloads), part)
+        return BegunAlone(self, self._part.plan(prepared, columns, self._save_id, payloads, self.reporter), part)
 
     def write(
         self, planned: Planned, description: LocalPart, pieces: list[WritePiece] | None, writer: Writer

@@ -160,18 +160,22 @@ class Part:
         description = self._call.planner.build_local_plan(flat.tensors, skeleton(flat.tree), self.context)
         return Prepared(flat, description, encode_tree(user.tree))
 
-    def plan(self, prepared: Prepared, columns: Columns, save_id: str, payloads: Mapping[str, bytes]) -> Planned:
+    def plan(
+        self, prepared: Prepared, columns: Columns, save_id: str, payloads: Mapping[str, bytes], reporter: Reporter
+    ) -> Planned:
         """Gives this rank's chunks and payloads their places, and finds the memory that they come from.
 
         Args:
             columns: the chunks, all of them this rank's.
             payloads: by name.
+            reporter: told how many bytes there are.
         """
         writer, rank = self._call.writer, self.context.rank
         placed = writer.place(columns, save_id)
         sizes = [(name, len(data)) for name, data in payloads.items()]
         plans = writer.files(columns, placed, rank, save_id, sizes)
         pieces = [*self._pieces(prepared.flat, columns, placed, plans), *_payload_pieces(plans, payloads)]
+        reporter.agreed(sum(plan.data_bytes for plan in plans))
         return Planned(prepared, columns, placed, plans, pieces, save_id)
 
     def write(
@@ -180,7 +184,7 @@ class Part:
         """Writes this rank's chunks, payloads and receipt.
 
         Args:
-            reporter: told how many bytes there are, and of those written.
+            reporter: told of bytes written.
             description: for the receipt, where no manifest will speak for this rank.
             writer: writes what is planned, here or in another process.
         """
@@ -188,7 +192,6 @@ class Part:
         limit = call.max_host_bytes
         if limit is None:
             limit = max(DEFAULT_MAX_HOST_BYTES, staging_bytes(pieces))
-        reporter.agreed(sum(plan.data_bytes for plan in planned.files))
         job = SaveJob(
             call.store,
             call.platform.stager,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from hyper_ckpt.contracts.platform import ByteBuffer, Done, LocalShard, Pending, Stager, Tensors
+from hyper_ckpt.engine.forks import reset_in_children
 from hyper_ckpt.errors import PlatformError
 
 _SMALLEST = 4096
@@ -32,6 +33,11 @@ class BufferPool:
         self._idle: OrderedDict[int, list[ByteBuffer]] = OrderedDict()  # by size, least recently used first
         self._used: set[int] = set()
         self._used_bytes = self._idle_bytes = self._peak = 0
+        reset_in_children(self)
+
+    def reset_after_fork(self) -> None:
+        """A thread of the parent may have held the lock."""
+        self._lock = threading.Lock()
 
     @property
     def held_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -80,6 +81,7 @@ class OfflineRanks(Ranks):
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
+        rank, world_size = operator.index(rank), operator.index(world_size)
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be from 0 to world_size - 1, not {rank} of {world_size}")
         self._rank, self._world_size = rank, world_size

@@ -26,7 +26,10 @@ def interval_seconds() -> float:
 
 def on_terminal() -> bool:
     """Whether the error stream is one."""
-    return sys.stderr is not None and sys.stderr.isatty()
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):  # there is none, or it is closed
+        return False
 
 
 class ProgressBar:

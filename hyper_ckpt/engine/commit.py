@@ -48,13 +48,16 @@ def look(store: ByteStore, overwrite: bool) -> Previous:
         CheckpointExistsError: a checkpoint, and `overwrite` is False.
     """
     info = store.stat(MANIFEST_NAME)
-    alone = _complete_alone(store) if info is None else None
-    if info is None and alone is None:
+    alone, problem = _alone(store) if info is None else (None, "")
+    if info is None and alone is None and not problem:
         return Previous(None, (), None)
     if not overwrite:
+        what = f"what may become a checkpoint, or was one: {problem}." if problem else "a checkpoint already:"
         raise CheckpointExistsError(
-            f"{store.url} holds a checkpoint already: save to another path, or pass overwrite=True to replace it"
+            f"{store.url} holds {what} Save to another path, or pass overwrite=True to replace it"
         )
+    if problem:
+        return Previous(None, (), None)
     if info is None:
         assert alone is not None
         return Previous(None, listed_files(alone), alone.save_id)
@@ -66,12 +69,13 @@ def look(store: ByteStore, overwrite: bool) -> Previous:
     return Previous(info.etag, listed_files(manifest), manifest.save_id)
 
 
-def _complete_alone(store: ByteStore) -> Manifest | None:
-    """The checkpoint at a path without a manifest, if it needs none. One that is incomplete or damaged is none."""
+def _alone(store: ByteStore) -> tuple[Manifest | None, str]:
+    """The checkpoint at a path without a manifest, if it needs none; else what is wrong with what lies there, if
+    anything of that kind does."""
     try:
-        return find_alone(store)
-    except (CheckpointNotFoundError, CorruptCheckpointError):
-        return None
+        return find_alone(store), ""
+    except (CheckpointNotFoundError, CorruptCheckpointError) as error:
+        return None, str(error)
 
 
 def refuse_occupied(store: ByteStore, save_id: str, rank: int) -> None:
@@ -89,7 +93,7 @@ def refuse_occupied(store: ByteStore, save_id: str, rank: int) -> None:
                 f"{store.url} holds files of another save ({name}): save to another path, or remove them. "
                 "Ranks that do not talk cannot tell whether it is still running"
             )
-        if name == receipt_name(rank, save_id):
+        if name == receipt_name(rank, save_id) or name.startswith(f"rank-{rank:05d}-{save_id}"):
             raise CheckpointExistsError(
                 f"{store.url} holds rank {rank}'s part of this save already: give every attempt a save_token of its own"
             )

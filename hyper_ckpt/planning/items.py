@@ -104,9 +104,9 @@ class ItemSavePlanner(SavePlanner):
             SavePlan(tuple(WriteItem(MetadataIndex(name, box[0]), box[1], dtypes[name]) for name, box in own))
             for own in offered
         ]
-        decided = self.create_global_plan(plans)
-        if len(decided) != world.world_size:
-            raise PlanError(f"create_global_plan returned {len(decided)} plans for {world.world_size} ranks")
+        decided: Any = self.create_global_plan(plans)
+        if not isinstance(decided, list | tuple) or len(decided) != world.world_size:
+            raise PlanError(f"create_global_plan must return a list of {world.world_size} plans, one for each rank")
         rows = Rows(table.width)
         for rank, plan in enumerate(decided):
             own: dict[str, list[Box]] = defaultdict(list)

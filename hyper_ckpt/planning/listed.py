@@ -11,6 +11,7 @@ from hyper_ckpt.contracts.planner import PlanContext
 from hyper_ckpt.contracts.platform import LocalShard
 from hyper_ckpt.errors import PlanError
 from hyper_ckpt.items import LoadPlan, ReadItem, SavePlan, WriteItem
+from hyper_ckpt.metadata import MetadataIndex
 from hyper_ckpt.planning.describe import local_shards
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -26,6 +27,8 @@ def items_of(plan: Any, kind: type[SavePlan] | type[LoadPlan], method: str) -> S
     if not isinstance(plan, kind):
         raise PlanError(f"{method} gave a {type(plan).__name__} where a {kind.__name__} is wanted")
     wanted = WriteItem if kind is SavePlan else ReadItem
+    if not isinstance(plan.items, list | tuple):
+        raise PlanError(f"{method} gave a {kind.__name__} of a {type(plan.items).__name__}: its items are a tuple")
     items: list[Any] = list(plan.items)
     wrong = [item for item in items if not isinstance(item, wanted)]
     if wrong:
@@ -41,6 +44,9 @@ def box_of(item: WriteItem | ReadItem) -> Box:
     Raises:
         PlanError: they are no box.
     """
+    index: object = item.index
+    if not isinstance(index, MetadataIndex) or not isinstance(index.fqn, str):
+        raise PlanError(f"the index of an item is a MetadataIndex with a name, not {index!r}")
     name, offset = item.index.fqn, item.index.offset
     try:
         sizes = tuple(map(operator.index, item.sizes))
@@ -68,7 +74,8 @@ def held(item: WriteItem | ReadItem, tensors: Mapping[str, Any], context: PlanCo
     Raises:
         PlanError: this rank has no such tensor, or not that box of it.
     """
-    name, box = item.index.fqn, box_of(item)
+    box = box_of(item)
+    name = item.index.fqn
     if name not in tensors:
         raise PlanError(f"{shown(name, box)}: rank {context.rank} has no tensor of this name")
     shards = local_shards(name, tensors[name], context)

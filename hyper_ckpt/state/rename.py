@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hyper_ckpt.state.names import join
 from hyper_ckpt.state.tree import KeyedNode, Node, SequenceNode, StatefulNode, children, with_items
@@ -12,20 +12,24 @@ from hyper_ckpt.state.tree import KeyedNode, Node, SequenceNode, StatefulNode, c
 @dataclass(frozen=True)
 class Renamed:
     """A saved tree in which leaves have moved; where they came from: saved names by the target's; and saved names that
-    can no longer be seen, since another leaf took their place."""
+    can no longer be seen, since another leaf took their place.
+
+    `absent` are the target's names whose saved ones are not there, with those; `stuck` the ones among them that stand
+    in a list or tuple, which cannot do without them.
+    """
 
     tree: Node
     moved: Mapping[str, str]
     hidden: tuple[str, ...] = ()
+    absent: Mapping[str, str] = field(default_factory=dict)
+    stuck: tuple[str, ...] = ()
 
 
 def rename(saved: Node, target: Node, source_of: Callable[[str], str | None]) -> Renamed:
     """Moves leaves of `saved` to the names of the target's leaves.
 
-    Only through dicts: what stands in a list or tuple of the target has the name it was saved under.
-
     Args:
-        source_of: the saved name of one of the target's leaves; None if it is not saved under another one.
+        source_of: the saved name of one of the target's leaves; None if that is its own.
     """
     leaves = _leaves(saved)
     worker = _Renamer(leaves, source_of)
@@ -34,7 +38,8 @@ def rename(saved: Node, target: Node, source_of: Callable[[str], str | None]) ->
     gone = sources - worker.moved.keys() - worker.direct
     kept = _without(placed, gone, None)
     hidden = tuple(name for name in worker.moved if name in leaves and name not in sources)
-    return Renamed(kept if kept is not None else with_items(saved, (), ()), worker.moved, hidden)  # type: ignore[arg-type]
+    tree = kept if kept is not None else with_items(saved, (), ())  # type: ignore[arg-type]
+    return Renamed(tree, worker.moved, hidden, worker.absent, tuple(worker.stuck))
 
 
 class _Renamer:
@@ -42,14 +47,18 @@ class _Renamer:
         self._leaves, self._source_of = leaves, source_of
         self.moved: dict[str, str] = {}
         self.direct: set[str] = set()
+        self.absent: dict[str, str] = {}
+        self.stuck: list[str] = []
 
     def place(self, target: Node, saved: Node | None, name: str | None) -> Node | None:
         """What was saved, with the target's leaves below `name` put where the target has them; None: nothing."""
         if isinstance(target, StatefulNode):
             inner = self.place(target.v, saved.v if isinstance(saved, StatefulNode) else saved, name)
             return StatefulNode(inner) if inner is not None else None
+        if isinstance(target, SequenceNode):
+            return self._items(target, saved, name)
         if not isinstance(target, KeyedNode):
-            return saved if isinstance(target, SequenceNode) else self._leaf(saved, name)
+            return self._leaf(saved, name)
         if saved is not None and not isinstance(saved, KeyedNode):
             return saved
         known = dict(zip(saved.k, saved.v, strict=True)) if saved is not None else {}
@@ -57,15 +66,36 @@ class _Renamer:
             placed = self.place(child, known.get(key), join(name, key))
             if placed is not None:
                 known[key] = placed
+            else:
+                known.pop(key, None)
         if saved is None and not known:
             return None
         return with_items(saved if saved is not None else target, known.values(), tuple(known))
 
+    def _items(self, target: SequenceNode, saved: Node | None, name: str | None) -> Node | None:
+        """A list or tuple, item by item, if the saved one has as many or is not there at all."""
+        if saved is not None and not (isinstance(saved, SequenceNode) and len(saved.v) == len(target.v)):
+            return saved
+        own: tuple[Node | None, ...] = saved.v if saved is not None else (None,) * len(target.v)
+        placed: list[Node] = []
+        for (child_name, child), item in zip(children(target, name), own, strict=True):
+            found = self.place(child, item, child_name)
+            if found is None and item is not None:
+                self.stuck.append(child_name)
+                found = item
+            if found is None:
+                return None
+            placed.append(found)
+        return with_items(saved if saved is not None else target, placed) if placed or saved is not None else None
+
     def _leaf(self, saved: Node | None, name: str | None) -> Node | None:
         source = self._source_of(name) if name is not None else None
-        if name is None or source is None or source == name or source not in self._leaves:
+        if name is None or source is None or source == name:
             self.direct.add(name or "")
             return saved
+        if source not in self._leaves:
+            self.absent[name] = source
+            return None
         self.moved[name] = source
         return self._leaves[source]
 

@@ -15,13 +15,14 @@ from hyper_ckpt.columns import Columns, Placed, TensorTable
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.dtypes import BY_NAME
 from hyper_ckpt.errors import CheckpointNotFoundError, CoverageError, ManifestError
-from hyper_ckpt.manifest import MANIFEST_NAME, Manifest, ManifestContent, encode_manifest
+from hyper_ckpt.manifest import MANIFEST_NAME, MAX_CORNERS, MAX_DIMS, Manifest, ManifestContent, encode_manifest
 from hyper_ckpt.receipt import MAX_RECEIPT_BYTES, FileRecord, LocalPart, Receipt, decode_receipt
 from hyper_ckpt.state import Node, decode_tree, encode_tree, merge
 from hyper_ckpt.state.walk import tensor_names
 
 _RECEIPT = re.compile(r"receipts/rank-(\d{5,})-([0-9a-f]{16})\.json")
 MAX_WORLD = 1 << 20
+MAX_COMPARED = 5000
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -58,6 +59,11 @@ def find_alone(store: ByteStore, prefix: str = "") -> Manifest | None:
         first = _read(store, prefix, save_id, min(names), names)[0]
         if first.description is None:
             continue
+        if max(names) >= first.world_size:
+            raise ManifestError(
+                f"{_where(store, prefix)}: save {save_id} has a receipt of rank {max(names)}, but rank {min(names)} "
+                f"says that there were {first.world_size} ranks: use a save_token once only"
+            )
         absent = sorted(set(range(min(first.world_size, MAX_WORLD))) - names.keys())
         (incomplete if absent else complete).append((save_id, absent, first.world_size))
     if len(complete) > 1:
@@ -116,7 +122,7 @@ def _check(receipt: Receipt, part: LocalPart) -> None:
     if len(part.chunks) > len(receipt.pieces):
         raise ValueError("it has more chunks than pieces")
     for name, dtype, shape in part.tensors:
-        if dtype not in BY_NAME or any(not 0 <= n < 1 << 60 for n in shape):
+        if dtype not in BY_NAME or len(shape) > MAX_DIMS or any(not 0 <= n < 1 << 60 for n in shape):
             raise ValueError(f"tensor {name!r} is impossible")
     for (number, offsets, sizes), piece in zip(part.chunks, receipt.pieces, strict=False):
         if not 0 <= number < len(part.tensors):
@@ -278,29 +284,49 @@ def _cover(table: TensorTable, number_of: dict[str, int], chunks: list[_Chunk], 
 
     Where ranks held different boxes of a tensor (one all of it, others halves), those inside another one are left out.
     """
+    of_tensor: dict[str, list[_Chunk]] = defaultdict(list)
+    for chunk in chunks:
+        of_tensor[chunk.name].append(chunk)
+    for name, own in of_tensor.items():
+        shape = table.shapes[number_of[name]]
+        whole = [c for c in own if c.box[1] == shape]
+        of_tensor[name] = whole or own
+        _refuse_costly(name, shape, of_tensor[name], url)
 
-    def bad(found: Sequence[_Chunk]) -> set[int]:
+    def bad() -> set[str]:
+        found = [c for own in of_tensor.values() for c in own]
         tensor = np.array([number_of[c.name] for c in found], np.int64)
-        return set(uncovered(tensor, *_boxes(table, found), table.padded_shapes()).tolist())
+        return {table.names[i] for i in uncovered(tensor, *_boxes(table, found), table.padded_shapes())}
 
-    wrong = bad(chunks)
+    for name in bad():
+        of_tensor[name] = _largest(of_tensor[name])
+    wrong = sorted(bad())
     if wrong:
-        chunks = [c for c in chunks if number_of[c.name] not in wrong or not _inside_another(c, chunks)]
-        wrong = bad(chunks)
-    if wrong:
-        names = [table.names[i] for i in sorted(wrong)]
         raise CoverageError(
-            f"{url}: the parts that ranks saved of {', '.join(map(repr, names[:4]))} ({len(names)} tensors) leave a "
+            f"{url}: the parts that ranks saved of {', '.join(map(repr, wrong[:4]))} ({len(wrong)} tensors) leave a "
             "hole or overlap: load an earlier checkpoint"
         )
-    return chunks
+    return [c for own in of_tensor.values() for c in own]
 
 
-def _inside_another(chunk: _Chunk, chunks: Sequence[_Chunk]) -> bool:
-    return any(
-        other.name == chunk.name and other.box != chunk.box and _contains(other.box, chunk.box) for other in chunks
-    )
+def _refuse_costly(name: str, shape: tuple[int, ...], chunks: Sequence[_Chunk], url: str) -> None:
+    """To prove that boxes are a tiling takes 2^cut corners a box, and nobody cuts many dimensions."""
+    boxes = [(c.box[0][d], c.box[1][d]) for c in chunks for d in range(len(shape))]
+    cut = sum(any(boxes[i] != (0, shape[d]) for i in range(d, len(boxes), len(shape))) for d in range(len(shape)))
+    if cut > 4 and len(chunks) << cut > MAX_CORNERS:
+        raise ManifestError(f"{url}: {len(chunks)} parts of {name!r} that cut {cut} dimensions are not what we write")
 
 
-def _contains(outer: Box, inner: Box) -> bool:
-    return all(a <= b and b + m <= a + n for a, n, b, m in zip(outer[0], outer[1], inner[0], inner[1], strict=True))
+def _largest(chunks: list[_Chunk]) -> list[_Chunk]:
+    """The boxes that lie inside no other one. Many are left as they are: it takes the square of their number."""
+    if not 1 < len(chunks) <= MAX_COMPARED:
+        return chunks
+    offsets = np.array([c.box[0] for c in chunks], np.int64)
+    ends = offsets + np.array([c.box[1] for c in chunks], np.int64)
+    kept = []
+    for i, chunk in enumerate(chunks):
+        inside = ((offsets <= offsets[i]) & (ends[i] <= ends)).all(axis=1)
+        inside[i] = False
+        if not inside.any():
+            kept.append(chunk)
+    return kept

@@ -35,6 +35,8 @@ class PlainSafetensorsReader(FileSystemReader):
         self, path: str | None = None, *, under: str | None = None, files: Sequence[str] | None = None
     ) -> None:
         super().__init__(path)
+        if isinstance(files, str) or not all(isinstance(file, str) for file in files or ()):
+            raise ValueError(f"files are names of files, in a list, not {files!r}")
         self._under, self._files = under, None if files is None else tuple(files)
 
     def identity(self) -> str:

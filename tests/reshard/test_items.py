@@ -1,6 +1,7 @@
 """Planners that list items: what they write and read, and what they refuse on all ranks."""
 
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -198,7 +199,7 @@ LOCAL = {
     "nothing": (lambda r: SavePlan(), "hole or an overlap"),
 }
 DECIDED = {
-    "too few plans": (lambda plans: plans[:1], "1 plans for 2 ranks"),
+    "too few plans": (lambda plans: plans[:1], "a list of 2 plans"),
     "swapped": (lambda plans: plans[::-1], r"the item for 'w' at \(2, 0\) .* no part of what rank 0 listed"),
     "twice": (lambda plans: [SavePlan([*p.items, *p.items]) for p in plans], "hole or an overlap"),
     "not all": (lambda plans: [plans[0], SavePlan()], "hole or an overlap"),
@@ -466,3 +467,32 @@ def test_the_slice_of_a_grown_vocabulary_needs_no_planner() -> None:
     load_on(1, lambda r: {"w": ShardedTensor([(grown[:40], (0, 0))], (40, 6))}, saved())
     assert grown[:40].tobytes() == W.tobytes()
     assert grown[40:].tobytes() == OLD.tobytes()
+
+
+class NothingOf(ItemLoadPlanner):
+    """Leaves a tensor out, or all but its first row."""
+
+    def __init__(self, name: str, rows: int) -> None:
+        self._name, self._rows = name, rows
+
+    def identity(self) -> str:
+        return f"NothingOf({self._name}, {self._rows})"
+
+    def create_local_plan(self, tensors: Any, metadata: Any, context: Any) -> LoadPlan:
+        items = []
+        for item in super().create_local_plan(tensors, metadata, context).items:
+            if item.index.fqn != self._name:
+                items.append(item)
+            elif self._rows:
+                items.append(dataclasses.replace(item, sizes=(self._rows, *item.sizes[1:])))
+        return LoadPlan(tuple(items))
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_what_a_planner_leaves_out_is_not_called_loaded(rows: int) -> None:
+    url = fresh()
+    hyper_ckpt.save({"v": np.ones((3, 2)), "w": np.ones((3, 2))}, url, no_dist=True)
+    target = {"v": np.zeros((3, 2)), "w": np.zeros((3, 2))}
+    report = hyper_ckpt.load(target, url, no_dist=True, planner=NothingOf("w", rows), strict="exact")
+    assert (report.loaded, report.unfilled) == (("v",), ("w",))
+    assert target["w"].sum() == 2 * rows

@@ -150,3 +150,30 @@ def test_ready_maps_for_layers() -> None:
 def test_ready_maps_for_optimizers(ms_name: str, torch_name: str) -> None:
     assert f"optimizer/{torch_name}" in key_maps.from_torch()(f"optimizer/{ms_name}")
     assert f"optimizer/{ms_name}" in key_maps.from_mindspore()(f"optimizer/{torch_name}")
+
+
+@pytest.mark.parametrize("names", [{"step": "nope"}, lambda name: {"step": "nope"}.get(name), {"step": "model/nope"}])
+def test_a_name_that_was_not_saved_is_missing_and_not_taken_for_the_own_one(names: KeyMap) -> None:
+    with pytest.raises(MissingKeyError, match=r"'step'.*map_keys looks for '(model/)?nope'"):
+        loaded({"step": 0}, names)
+    target = {"step": 0}
+    report = loaded(target, names, strict=False)
+    assert (target, report.missing) == ({"step": 0}, ("step",))
+
+
+def test_names_in_lists_are_mapped_too() -> None:
+    target: State = {"list": [0, [0]], "new": [np.zeros((4, 3), "f4"), 0]}
+    names = {"list/1/0": "step", "new/0": "model/fc.weight", "new/1": "step"}
+    report = loaded(target, names, strict=False)
+    assert same(target, {"list": [1, [7]], "new": [W, 7]})
+    assert report.mapped == names
+    with pytest.raises(MissingKeyError, match="cannot be loaded without it"):
+        loaded({"list": [0, [0]]}, {"list/0": "nope"}, strict=False)
+
+
+@pytest.mark.parametrize("names", [lambda name: b"a", lambda name: [5], {"step": 5}])
+def test_what_is_no_name_is_refused(names: Any) -> None:
+    with pytest.raises(ValueError, match="must be a name"):
+        loaded({"step": 0}, names)
+    with pytest.raises(ValueError, match="dict or a function"):
+        LoadOptions(map_keys=5)  # type: ignore[arg-type]

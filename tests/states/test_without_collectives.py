@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import tracemalloc
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,7 +141,9 @@ def test_an_incomplete_set_names_what_is_missing(tmp_path: Path) -> None:
     for use in (hyper_ckpt.read, hyper_ckpt.verify, hyper_ckpt.read_metadata):
         with pytest.raises(CheckpointNotFoundError, match=r"by 4 ranks.*ranks 1, 3 are missing"):
             use(tmp_path / "c")
-    assert hyper_ckpt.save({"a": 1}, tmp_path / "c").world_size == 1, "what is incomplete is not in a save's way"
+    with pytest.raises(CheckpointExistsError, match="may become a checkpoint"):
+        hyper_ckpt.save({"a": 1}, tmp_path / "c")
+    hyper_ckpt.save({"a": 1}, tmp_path / "c", overwrite=True)
     assert hyper_ckpt.read(tmp_path / "c") == {"a": 1}
 
 
@@ -261,6 +264,7 @@ def receipts(path: Path) -> Iterator[Path]:
 
 def reseal(file: Path, record: dict[str, Any]) -> None:
     data = json.dumps({**record, "digest": ZERO_DIGEST}, separators=(",", ":")).encode(errors="surrogatepass")
+    data = data.replace(b'"DEEP"', b'{"!":"list","v":[' * 5000 + b"1" + b"]}" * 5000)
     file.write_bytes(seal(data)[0])
 
 
@@ -331,3 +335,61 @@ def test_the_commands_know_it(path: Path) -> None:
     assert entry["state"] == "incomplete"
     assert "ranks 0 are missing" in entry["problem"]
     assert CliRunner().invoke(cli, ["verify", str(path)]).exit_code == 1
+
+
+def spoiled(path: Path, change: Any) -> None:
+    file = next(receipts(path))
+    record = json.loads(file.read_bytes())
+    change(record)
+    reseal(file, record)
+
+
+def nested(record: Any) -> None:
+    record["description"]["state"] = "DEEP"
+
+
+def many_dimensions(record: Any) -> None:
+    part = record["description"]
+    part["tensors"].append(["many", "int8", [2] * 24])
+    for i in range(3):
+        part["chunks"].insert(0, [len(part["tensors"]) - 1, [i % 2] * 24, [1] * 24])
+        record["pieces"].insert(0, [0, i, 1, "0" * 16])
+
+
+def many_boxes(record: Any) -> None:
+    part = record["description"]
+    part["tensors"].append(["many", "int8", [20_000, 2]])
+    for i in range(8000):
+        part["chunks"].insert(0, [len(part["tensors"]) - 1, [i, 0], [2, 1]])
+        record["pieces"].insert(0, [0, 0, 2, "0" * 16])
+
+
+def far_away(record: Any) -> None:
+    record["pieces"][0][1] = 2**63
+
+
+@pytest.mark.parametrize("change", [nested, many_dimensions, many_boxes, far_away])
+def test_receipts_that_would_cost_much_are_refused(path: Path, change: Any) -> None:
+    spoiled(path, change)
+    tracemalloc.start()
+    for use in (hyper_ckpt.read, hyper_ckpt.read_metadata):
+        with pytest.raises(CheckpointError):
+            use(path)
+    assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    tracemalloc.stop()
+
+
+def test_a_damaged_one_is_not_overwritten_unasked(path: Path) -> None:
+    file = next(receipts(path))
+    file.write_bytes(file.read_bytes().replace(b'"rank":0', b'"rank":7', 1))
+    with pytest.raises(CheckpointExistsError, match="damaged"):
+        hyper_ckpt.save({"a": 1}, path)
+    hyper_ckpt.save({"a": 1}, path, overwrite=True)
+
+
+def test_a_token_of_another_world_is_noticed(tmp_path: Path) -> None:
+    save_alone(3, tmp_path / "c", world=4, state={"x": 1})
+    save_alone(0, tmp_path / "c", world=2, state={"x": 1})
+    save_alone(1, tmp_path / "c", world=2, state={"x": 1})
+    with pytest.raises(ManifestError, match="save_token once"):
+        hyper_ckpt.read(tmp_path / "c")
