@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from hyper_ckpt.engine.verify import VerifyReport
     from hyper_ckpt.errors import CheckpointError
     from hyper_ckpt.items import LoadPlan, ReadItem, SavePlan, WriteItem
+    from hyper_ckpt.manager.manager import CheckpointManager
+    from hyper_ckpt.manager.restoring import Restored
+    from hyper_ckpt.manager.retention import Retention
+    from hyper_ckpt.manager.run import StepInfo
+    from hyper_ckpt.manager.schedule import SaveInterval
     from hyper_ckpt.metadata import Metadata, MetadataIndex
     from hyper_ckpt.options import LoadOptions, SaveOptions
     from hyper_ckpt.planning.items import ItemLoadPlanner, ItemSavePlanner
@@ -35,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointError",
+    "CheckpointManager",
     "FileSystemReader",
     "FileSystemWriter",
     "ItemLoadPlanner",
@@ -48,12 +54,16 @@ __all__ = [
     "PerRank",
     "PlainSafetensorsReader",
     "ReadItem",
+    "Restored",
+    "Retention",
     "SaveHandle",
+    "SaveInterval",
     "SaveOptions",
     "SavePlan",
     "ShardedTensor",
     "StandardLoadPlanner",
     "StandardSavePlanner",
+    "StepInfo",
     "VerifyReport",
     "WriteItem",
     "__version__",
@@ -70,6 +80,7 @@ __all__ = [
 
 _HOME = {
     "CheckpointError": "errors",
+    "CheckpointManager": "manager.manager",
     "FileSystemReader": "storage.filesystem",
     "FileSystemWriter": "storage.filesystem",
     "ItemLoadPlanner": "planning.items",
@@ -83,11 +94,15 @@ _HOME = {
     "PerRank": "values",
     "PlainSafetensorsReader": "storage.plain_reader",
     "ReadItem": "items",
+    "Restored": "manager.restoring",
+    "Retention": "manager.retention",
+    "SaveInterval": "manager.schedule",
     "SaveOptions": "options",
     "SavePlan": "items",
     "ShardedTensor": "values",
     "StandardLoadPlanner": "planning.standard",
     "StandardSavePlanner": "planning.standard",
+    "StepInfo": "manager.run",
     "VerifyReport": "engine.verify",
     "WriteItem": "items",
     "SaveHandle": "api.handle",

@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 import click
 
 from hyper_ckpt.cli import exits, text
+from hyper_ckpt.cli.changes import clean_command, copy_command, remove_command
+from hyper_ckpt.cli.options import debug_option, json_option
 from hyper_ckpt.text import size
 from hyper_ckpt.version import VERSION
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-debug_option = click.option(
-    "--debug",
-    is_flag=True,
-    envvar=exits.DEBUG_VARIABLE,
-    expose_value=False,
-    callback=exits.set_debug,
-    help=f"Show where an error comes from. Also {exits.DEBUG_VARIABLE}=1.",
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON: all of it, names in full.")
 
 
 @click.group(cls=exits.Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(VERSION, prog_name="hyper-ckpt")
 @debug_option
 def cli() -> None:
-    """Look at checkpoints of hyper-ckpt. They are given as paths or URLs.
+    """Look at checkpoints of hyper-ckpt, copy and remove them. They are given as paths or URLs.
 
     \b
     Exit codes:
@@ -42,6 +32,10 @@ def cli() -> None:
     """
 
 
+for _command in (clean_command, remove_command, copy_command):
+    cli.add_command(_command)
+
+
 @cli.command("ls")
 @click.argument("root", default=".")
 @json_option
@@ -50,9 +44,10 @@ def list_command(root: str, as_json: bool) -> None:
     """List the checkpoints in ROOT and one level below, the newest last.
 
     Numbered ones (step-9, step-10) stand in the order of their numbers. STATE is complete, incomplete (the
-    save did not finish, or still runs), damaged, or newer (than this release). Data is not read: see verify.
+    save did not finish, or still runs), damaged, or newer (than this release). Data is not read: see verify. NOTES are
+    what a CheckpointManager keeps with them: pinned, and metrics.
     """
-    from hyper_ckpt.cli.listing import checkpoints
+    from hyper_ckpt.manager.listing import checkpoints
     from hyper_ckpt.registry import registry
 
     store = registry().store(root)
@@ -139,6 +134,8 @@ def plugins_command(as_json: bool) -> None:
     help="Leave out a check, or a part of the suite, for this reason. May be given several times.",
 )
 @click.option("--report", metavar="FILE", type=click.Path(dir_okay=False, writable=True), help="Also write JSON here.")
+@click.option("--limit", metavar="SECONDS", type=click.FloatRange(1), help="How long a check may take.")
+@click.option("--list", "listing", is_flag=True, help="List the checks and what they promise; run nothing.")
 @debug_option
 def conformance_command(
     platform: str | None,
@@ -147,6 +144,8 @@ def conformance_command(
     only: tuple[str, ...],
     without: tuple[str, ...],
     report: str | None,
+    limit: float | None,
+    listing: bool,
 ) -> None:
     """Test that a platform or a store keeps what its contract promises.
 
@@ -155,7 +154,10 @@ def conformance_command(
     """
     from hyper_ckpt.cli import conformance
 
-    code = conformance.run(platform, store, ranks, only, without, report)
+    if listing:
+        conformance.show(platform, store)
+        return
+    code = conformance.run(platform, store, ranks, only, without, report, limit)
     if code != exits.OK:
         raise click.exceptions.Exit(code)
 
@@ -182,10 +184,18 @@ def _list_lines(found: Iterable[Any]) -> Iterable[str]:
             "" if e.world_size is None else f"{e.world_size:,}",
             "" if e.tensors is None else f"{e.tensors:,}",
             e.state,
+            _notes(e),
         )
         for e in found
     ]
-    yield from text.table(("CHECKPOINT", "AGE", "SIZE", "RANKS", "TENSORS", "STATE"), rows, right=(1, 2, 3, 4))
+    header = ("CHECKPOINT", "AGE", "SIZE", "RANKS", "TENSORS", "STATE", "NOTES")
+    columns = len(header) if any(row[-1] for row in rows) else len(header) - 1
+    yield from text.table(header[:columns], [row[:columns] for row in rows], right=(1, 2, 3, 4))
     for e in found:
         if e.problem is not None and e.state != "incomplete":
             yield text.paragraph(f"{e.name}: {e.problem}")
+
+
+def _notes(entry: Any) -> str:
+    metrics = [f"{name}={'nan' if value is None else f'{value:.6g}'}" for name, value in entry.metrics.items()]
+    return ", ".join(["pinned"] * entry.pinned + metrics)

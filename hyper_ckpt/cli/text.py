@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import textwrap
 import time
@@ -94,12 +93,6 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([n, n])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-def natural(text: str) -> list[tuple[int, str]]:
-    """A key that sorts step-9 before step-10."""
-    parts = re.split(r"([0-9]+)", text)
-    return [(int(p), "") if i % 2 else (0, p) for i, p in enumerate(parts)]
 
 
 def table(header: Sequence[str], rows: Collection[Sequence[str]], right: Collection[int] = ()) -> Iterator[str]:

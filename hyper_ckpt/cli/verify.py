@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from hyper_ckpt.api.verify import verify
 from hyper_ckpt.cli import text
-from hyper_ckpt.cli.listing import is_part
 from hyper_ckpt.engine.verify import Problem, VerifyReport
 from hyper_ckpt.errors import CheckpointNotFoundError
+from hyper_ckpt.manager.listing import is_part
 from hyper_ckpt.manifest import MANIFEST_NAME
 from hyper_ckpt.registry import registry
 from hyper_ckpt.text import clean, size
@@ -35,7 +35,7 @@ def check(checkpoint: str, threads: int | None) -> Outcome:
     """
     store = registry().store(checkpoint)
     try:
-        with _progress() as progress:
+        with progress_bar("verifying") as progress:
             report = verify(checkpoint, threads=threads, progress=progress)
     except CheckpointNotFoundError as error:
         if not any(map(is_part, store.list())):
@@ -49,7 +49,7 @@ def _without_manifest(error: Exception) -> VerifyReport:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
+def progress_bar(doing: str) -> Iterator[Callable[[int, int], None] | None]:
     """A bar on the error stream, if that is a terminal."""
     if not sys.stderr.isatty():
         yield None
@@ -58,7 +58,7 @@ def _progress() -> Iterator[Callable[[int, int], None] | None]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (
-        TextColumn("verifying"),
+        TextColumn(doing),
         BarColumn(20),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),

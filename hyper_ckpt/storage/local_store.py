@@ -15,7 +15,7 @@ from hyper_ckpt.errors import FileSizeError, StoreError
 from hyper_ckpt.storage import atomic, syscalls
 from hyper_ckpt.storage.buffers import runs
 from hyper_ckpt.storage.local_sink import LocalSink
-from hyper_ckpt.storage.names import check_name, temporary_name
+from hyper_ckpt.storage.names import check_name, is_name, temporary_name
 from hyper_ckpt.storage.syscalls import naming
 
 # Another process may remove an emptied directory between our making it and our using it.
@@ -74,8 +74,11 @@ class LocalStore(ByteStore):
 
     def list(self, prefix: str = "") -> list[str]:
         names = []
-        root = os.path.join(self.url, "")
-        for folder, _, files in os.walk(self.url, onerror=_refuse_unless_gone):
+        root, folder_of_prefix = os.path.join(self.url, ""), prefix.rpartition("/")[0]
+        if folder_of_prefix and not (is_name(folder_of_prefix) and os.path.isdir(root + folder_of_prefix)):
+            return []
+        # Only below the folder of the prefix: a run may have thousands of others.
+        for folder, _, files in os.walk(root + folder_of_prefix, onerror=_refuse_unless_gone):
             parent = os.path.join(folder, "")[len(root) :]
             names += [parent + file for file in files]
         return sorted(name for name in names if name.startswith(prefix))

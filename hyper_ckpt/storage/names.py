@@ -25,6 +25,15 @@ def check_name(name: str) -> str:
     return name
 
 
+def is_name(name: str) -> bool:
+    """Whether `check_name` accepts it."""
+    try:
+        check_name(name)
+    except StoreError:
+        return False
+    return True
+
+
 def temporary_name(name: str) -> str:
     """A fresh name beside `name`, for bytes that will be renamed to it."""
     return f"{name}.tmp-{secrets.token_hex(8)}"

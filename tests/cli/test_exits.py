@@ -14,9 +14,9 @@ import pytest
 from click.testing import Result
 
 import hyper_ckpt
-from hyper_ckpt.cli import listing
 from hyper_ckpt.cli.app import cli
 from hyper_ckpt.cli.text import duration, middle, moment, ranges
+from hyper_ckpt.manager import listing
 from hyper_ckpt.text import clean, size
 
 from ._world import process

@@ -6,12 +6,12 @@ import contextlib
 import os
 import re
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from hyper_ckpt.cli.text import natural
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.engine.commit import listed_files
 from hyper_ckpt.errors import CheckpointError, CheckpointNotFoundError, VersionError
+from hyper_ckpt.manager.note import NOTE_NAME, Note, read_note
 from hyper_ckpt.manifest import FORMAT, MANIFEST_NAME, Manifest
 from hyper_ckpt.storage.alone import find_alone
 from hyper_ckpt.storage.local_store import LocalStore
@@ -30,6 +30,8 @@ class Entry:
         created: seconds since the epoch; of an incomplete one, when it was last written to.
         nbytes: of its data files; of an unfinished one, of all that is there.
         problem: what is wrong, if it is not complete.
+        pinned: a run keeps it, whatever its retention says.
+        metrics: what was noted of it; None where a value was no finite number.
     """
 
     name: str
@@ -42,6 +44,8 @@ class Entry:
     save_id: str | None = None
     format_version: int | None = None
     problem: str | None = None
+    pinned: bool = False
+    metrics: dict[str, float | None] = field(default_factory=dict)
 
 
 def is_part(name: str) -> bool:
@@ -52,31 +56,50 @@ def is_part(name: str) -> bool:
 def checkpoints(store: ByteStore) -> list[Entry]:
     """The checkpoints at the root of a store and one level below: newest last, those whose names differ
     only in numbers together and in the order of these."""
-    found = [entry for name, names in _folders(store).items() if (entry := _entry(store, name, names)) is not None]
+    found = [entry for name, names in folders(store).items() if (entry := entry_of(store, name, names)) is not None]
     newest: dict[str, float] = defaultdict(float)
     for entry in found:
         newest[_stem(entry)] = max(newest[_stem(entry)], entry.created)
     return sorted(found, key=lambda e: (newest[_stem(e)], _stem(e), natural(e.name)))
 
 
+def entry_at(store: ByteStore) -> Entry:
+    """The checkpoint at the root of a store.
+
+    Raises:
+        CheckpointNotFoundError: nothing of this library is there.
+    """
+    names = _local_names(store.url) if isinstance(store, LocalStore) else set(store.list())
+    entry = entry_of(store, "", names)
+    if entry is None:
+        raise CheckpointNotFoundError(f"no checkpoint at {store.url}: nothing there was written by this library")
+    return entry
+
+
+def natural(text: str) -> list[tuple[int, str]]:
+    """A key that sorts step-9 before step-10."""
+    parts = re.split(r"([0-9]+)", text)
+    return [(int(p), "") if i % 2 else (0, p) for i, p in enumerate(parts)]
+
+
 def _stem(entry: Entry) -> str:
     return re.sub("[0-9]+", "#", entry.name)
 
 
-def _folders(store: ByteStore) -> dict[str, set[str]]:
+def folders(store: ByteStore) -> dict[str, set[str]]:
     """Names of objects by the folder below the root ("" is the root), as seen from that folder."""
-    folders: dict[str, set[str]] = defaultdict(set)
+    found: dict[str, set[str]] = defaultdict(set)
     if isinstance(store, LocalStore):
         # Not `store.list`: it walks all that lies below, however much that is.
         for folder in ("", *_subfolders(store.url)):
-            folders[folder] = _local_names(os.path.join(store.url, folder))
-        return folders
+            found[folder] = _local_names(os.path.join(store.url, folder))
+        return found
     for name in store.list():
         folder, _, rest = name.partition("/")
-        folders[""].add(name)
+        found[""].add(name)
         if rest:
-            folders[folder].add(rest)
-    return folders
+            found[folder].add(rest)
+    return found
 
 
 def _subfolders(path: str) -> list[str]:
@@ -102,8 +125,21 @@ def _names(path: str) -> list[str]:
         return []
 
 
+def entry_of(store: ByteStore, folder: str, names: set[str]) -> Entry | None:
+    """What a folder holds; None if that is no checkpoint, not even part of one.
+
+    Args:
+        folder: below the root of `store`; "" is the root.
+        names: of its objects, as seen from it.
+    """
+    entry = _entry(store, folder, names)
+    if entry is None or NOTE_NAME not in names:
+        return entry
+    note = read_note(store, f"{folder}/" if folder else "") or Note()
+    return replace(entry, pinned=note.pinned, metrics=note.metrics)
+
+
 def _entry(store: ByteStore, folder: str, names: set[str]) -> Entry | None:
-    """What a folder holds; None if that is no checkpoint, not even part of one."""
     prefix = f"{folder}/" if folder else ""
     parts = sorted(filter(is_part, names))
     empty = Entry(folder or ".", f"{store.url.rstrip('/')}/{folder}".rstrip("/"), "incomplete", 0.0, 0)

@@ -1,0 +1,17 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+import click
+
+from hyper_ckpt.cli import exits
+
+debug_option = click.option(
+    "--debug",
+    is_flag=True,
+    envvar=exits.DEBUG_VARIABLE,
+    expose_value=False,
+    callback=exits.set_debug,
+    help=f"Show where an error comes from. Also {exits.DEBUG_VARIABLE}=1.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON: all of it, names in full.")

@@ -1,0 +1,164 @@
+"""Removing checkpoints, and what saves that died left behind. Nothing else is ever touched."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from hyper_ckpt.contracts.store import ByteStore, Expect, ObjectInfo, Sink
+from hyper_ckpt.engine.commit import listed_files, look, remove_leftovers
+from hyper_ckpt.errors import CheckpointError, CheckpointNotFoundError, MissingFileError, StoreError
+from hyper_ckpt.manager.listing import folders, is_part
+from hyper_ckpt.manager.note import NOTE_NAME
+from hyper_ckpt.manifest import FORMAT, MANIFEST_NAME, Manifest
+from hyper_ckpt.registry import registry
+from hyper_ckpt.storage.local_store import LocalStore
+from hyper_ckpt.storage.names import is_temporary
+
+
+def remove_checkpoint(url: str) -> int:
+    """Removes what this library wrote at a path: the manifest first, so that from then on nothing there is complete.
+
+    Returns:
+        How many objects were removed.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing of this library.
+        StoreError: something could not be removed; unless that is the manifest, the rest is
+            no checkpoint any more.
+    """
+    store = registry().store(url)
+    manifest, listed = _manifest_at(store)
+    names = store.list()
+    own = [n for n in names if n in listed or is_own(n)]
+    if not manifest and not own:
+        raise CheckpointNotFoundError(f"no checkpoint at {store.url}: nothing there was written by this library")
+    if manifest:
+        store.delete(MANIFEST_NAME)
+        store.sync()  # a power failure must not bring it back when files are gone
+    for name in sorted(own, key=lambda n: not n.startswith("receipts/")):
+        store.delete(name)
+    remove_empty(store)
+    return len(own) + manifest
+
+
+def is_own(name: str) -> bool:
+    """Whether this library wrote the object of this name, unless it is a manifest: many programs have one."""
+    if is_temporary(name):
+        stem = name[: name.rindex(".tmp-")]
+        return stem in (MANIFEST_NAME, NOTE_NAME) or is_part(stem)
+    return name == NOTE_NAME or is_part(name)
+
+
+def _manifest_at(store: ByteStore) -> tuple[bool, Collection[str]]:
+    """Whether there is a manifest of this library, and the names that it lists."""
+    try:
+        data = store.read(MANIFEST_NAME)
+    except MissingFileError:
+        return False, ()
+    try:
+        return True, set(listed_files(Manifest(data)))
+    except CheckpointError:
+        return data.startswith(b'{"format":"%s"' % FORMAT.encode()) or any(map(is_part, store.list())), ()
+
+
+def remove_empty(store: ByteStore) -> None:
+    """Removes the directory of a checkpoint, if there is one and nothing is in it."""
+    if isinstance(store, LocalStore):
+        with contextlib.suppress(OSError):
+            os.rmdir(store.url)
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """An object that a dead save left: name below the root, and bytes."""
+
+    name: str
+    nbytes: int
+
+
+def clean(
+    root: ByteStore, age: float, *, dry_run: bool = False, skip: Collection[str] = ()
+) -> tuple[list[Leftover], list[str]]:
+    """Removes leftovers of dead saves at the root of a store and one level below.
+
+    Args:
+        age: seconds; what is younger may still be being written, and stays.
+        dry_run: only say what would go.
+        skip: folders to leave as they are.
+
+    Returns:
+        What went, and what could not be removed, as messages.
+    """
+    gone: list[Leftover] = []
+    problems: list[str] = []
+    for folder, names in sorted(folders(root).items()):
+        if folder in skip or not any(is_own(n) or is_temporary(n) for n in names):
+            continue
+        store = registry().store(f"{root.url.rstrip('/')}/{folder}" if folder else root.url)
+        view = _Removing(store, dry_run)
+        try:
+            remove_leftovers(view, look(store, overwrite=True), age)
+            _remove_notes(view, names, age)
+        except CheckpointError as error:
+            problems.append(str(error))
+        gone += [Leftover(f"{folder}/{n}" if folder else n, size) for n, size in view.removed]
+        problems += view.problems
+        if view.removed and not dry_run and folder:
+            remove_empty(store)
+    return gone, problems
+
+
+def _remove_notes(view: _Removing, names: Collection[str], age: float) -> None:
+    """Notes that were never put in place, and one that belongs to nothing any more."""
+    left = set(names) - {name for name, _ in view.removed}
+    own = [n for n in left if is_temporary(n) and n.startswith(f"{NOTE_NAME}.")]
+    if NOTE_NAME in left and MANIFEST_NAME not in left and not any(map(is_part, left)):
+        own.append(NOTE_NAME)
+    for name in own:
+        info = view.stat(name)
+        if info is not None and time.time() - info.modified > age:
+            with contextlib.suppress(CheckpointError):  # noted in `problems`
+                view.delete(name)
+
+
+class _Removing(ByteStore):
+    """A store that notes what is removed from it, and with `dry_run` only that."""
+
+    def __init__(self, inner: ByteStore, dry_run: bool) -> None:
+        self.url, self._inner, self._dry_run = inner.url, inner, dry_run
+        self.removed: list[tuple[str, int]] = []
+        self.problems: list[str] = []
+
+    def delete(self, name: str) -> None:
+        info = self._inner.stat(name)
+        if info is None:
+            return
+        try:
+            if not self._dry_run:
+                self._inner.delete(name)
+        except CheckpointError as error:
+            self.problems.append(str(error))
+            raise
+        self.removed.append((name, info.size))
+
+    def list(self, prefix: str = "") -> list[str]:
+        return self._inner.list(prefix)
+
+    def stat(self, name: str) -> ObjectInfo | None:
+        return self._inner.stat(name)
+
+    def read(self, name: str) -> bytes:
+        return self._inner.read(name)
+
+    def read_into(self, name: str, ranges: Sequence[tuple[int, int]], buffers: Sequence[memoryview]) -> None:
+        self._inner.read_into(name, ranges, buffers)
+
+    def create(self, name: str, size: int) -> Sink:
+        raise StoreError(f"{self.url}: only to remove from")
+
+    def publish(self, name: str, data: bytes, expect: Expect | str, *, sync: bool) -> str:
+        raise StoreError(f"{self.url}: only to remove from")

@@ -1,0 +1,82 @@
+"""Where a run goes on: the same checkpoint on every rank."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from hyper_ckpt.api.common import operation
+from hyper_ckpt.api.load import LoadReport, load
+from hyper_ckpt.contracts.platform import Platform
+from hyper_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from hyper_ckpt.manager.run import Run
+from hyper_ckpt.options import DEFAULT_TIMEOUT
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `CheckpointManager.restore` did.
+
+    Args:
+        step: which was loaded.
+        report: of the load, on this rank.
+        skipped: newer steps that are damaged, each with the reason.
+    """
+
+    step: int
+    report: LoadReport
+    skipped: tuple[tuple[int, str], ...]
+
+
+def restore(
+    run: Run,
+    platform: Platform,
+    state: dict[Any, Any],
+    step: int | None,
+    skip_damaged: bool,
+    options: Mapping[str, Any],
+) -> Restored | None:
+    """See `CheckpointManager.restore`. A load ends alike on all ranks, so that all try the same next one."""
+    skipped: list[tuple[int, str]] = []
+    for number, folder in _candidates(run, platform, step, options.get("timeout", DEFAULT_TIMEOUT)):
+        try:
+            report = load(state, run.url(folder), platform=platform, **{"verify": "before", **options})
+        except (CorruptCheckpointError, CheckpointNotFoundError) as error:
+            if step is not None or not skip_damaged:
+                raise
+            skipped.append((number, str(error)))
+            continue
+        if skipped and platform.ranks.rank == 0:
+            warnings.warn(
+                f"step {number} of {run.store.url} was loaded, since newer ones are damaged: {_reasons(skipped)}",
+                stacklevel=3,
+            )
+        return Restored(number, report, tuple(skipped))
+    if skipped:
+        raise CorruptCheckpointError(
+            f"no checkpoint of {run.store.url} can be loaded: {_reasons(skipped)}. Restore its files from a copy, or "
+            "begin a run with another root"
+        )
+    return None
+
+
+def _reasons(skipped: list[tuple[int, str]]) -> str:
+    return "; ".join(f"step {number}: {why}" for number, why in skipped[:4]) + "; ..." * (len(skipped) > 4)
+
+
+def _candidates(run: Run, platform: Platform, step: int | None, timeout: float) -> list[tuple[int, str]]:
+    """Steps to try, the newest first, with their folders: those that rank 0 sees."""
+
+    def look(_: list[bytes]) -> bytes:
+        if step is not None:
+            return msgspec.msgpack.encode([(step, run.existing(step))])
+        found = [(i.step, i.path.rpartition("/")[2]) for i in run.steps() if i.state != "incomplete"]
+        return msgspec.msgpack.encode(found[::-1])
+
+    this = operation(platform, timeout, f"steps of {run.store.url}")
+    data = this.agree("looking for checkpoints", decide=look, last=True)
+    return msgspec.msgpack.decode(data, type=list[tuple[int, str]])
