@@ -30,10 +30,18 @@ class TensorTable:
 
     def itemsizes(self) -> IntArray:
         """Bytes of an element, per tensor."""
+        return self._itemsizes
+
+    @functools.cached_property
+    def _itemsizes(self) -> IntArray:
         return np.array([dtype_of(d).itemsize for d in self.dtypes], np.int64)
 
     def padded_shapes(self) -> IntArray:
         """(tensors, D) shapes padded with 1."""
+        return self._padded_shapes
+
+    @functools.cached_property
+    def _padded_shapes(self) -> IntArray:
         out = np.ones((len(self.shapes), self.width), np.int64)
         for i, shape in enumerate(self.shapes):
             out[i, : len(shape)] = shape

@@ -7,8 +7,10 @@ one, and a small *rank part*. Both travel as msgpack.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -91,10 +93,15 @@ class Description:
     rank_part: RankPart
     fingerprints: tuple[bytes, ...] = ()
 
+    @functools.cached_property
+    def encoded(self) -> bytes:
+        """The structure as bytes."""
+        return msgspec.msgpack.encode(self.structure)
+
     @property
     def digest(self) -> bytes:
         """16 bytes, equal for ranks of one structure."""
-        return xxhash.xxh3_128_digest(msgspec.msgpack.encode(self.structure))
+        return xxhash.xxh3_128_digest(self.encoded)
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,8 @@ class World:
         ties: names that are the same memory as another on every rank that holds any of it, with that name.
         conflicts: tensors whose replicas differ: not to be split between ranks.
         base_load: (world_size,) bytes that each rank writes of explicit boxes, for levelling.
+        key: equal for worlds that are equal but for `boxes` and `base_load`.
+        memo: what was worked out of all that `key` stands for, so that it is not worked out again.
     """
 
     world_size: int
@@ -130,16 +139,24 @@ class World:
     ties: Mapping[str, str] = field(default_factory=dict)
     conflicts: frozenset[str] = frozenset()
     base_load: IntArray | None = None
+    key: bytes = b""
+    memo: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 def without(world: World, names: Collection[str]) -> World:
     """The world without some tensors."""
     if not names:
         return world
-    structures = tuple(
-        Structure(tuple(t for t in s.tensors if t.name not in names), s.layouts, s.skeleton) for s in world.structures
-    )
-    return dataclasses.replace(world, structures=structures)
+    key = ("without", frozenset(names))
+    if key not in world.memo:
+        structures = tuple(
+            Structure(tuple(t for t in s.tensors if t.name not in names), s.layouts, s.skeleton)
+            for s in world.structures
+        )
+        digest = xxhash.xxh3_128_digest(world.key + msgspec.msgpack.encode(sorted(names)))
+        world.memo[key] = dataclasses.replace(world, structures=structures, key=digest, memo={})
+    found: World = world.memo[key]
+    return found
 
 
 def with_base_load(world: World, load: IntArray) -> World:

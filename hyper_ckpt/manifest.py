@@ -19,8 +19,7 @@ from hyper_ckpt.receipt import PLAIN_NAME, ZERO_DIGEST, FileRecord, check_seal, 
 
 MANIFEST_NAME = "manifest.json"
 FORMAT, VERSION = "hyper-ckpt", 1
-MAX_DIMS = 32
-"""As many as numpy has in every release."""
+MAX_DIMS = 64
 MAX_CORNERS = 1 << 24
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import xxhash
 
 from hyper_ckpt.agreement.verdict import Verdict, rebuild, report, vote_of
 from hyper_ckpt.box import IntArray
@@ -47,7 +48,7 @@ class Exchange:
 
     def run(self) -> World:
         """The world; collective."""
-        structure = msgspec.msgpack.encode(self.description.structure)
+        structure = self.description.encoded
         record = self.description.digest + len(structure).to_bytes(8, "little")
         records = [bytes(r) for r in self.ranks.all_gather_object(record)]
         digests = list(dict.fromkeys(r[:16] for r in records))
@@ -72,7 +73,9 @@ class Exchange:
 
         facts = msgspec.msgpack.decode(self._told(condense), type=_Facts)
         arrays = tuple(tuple(np.array(m, np.int64) for m in row) for row in facts.meshes)
-        world = World(self.ranks.world_size, self._structures, class_of, arrays, boxes, facts.ties)
+        said = msgspec.msgpack.encode((digests, class_of.tolist(), facts.meshes, sorted(facts.ties.items())))
+        key = xxhash.xxh3_128_digest(said)
+        world = World(self.ranks.world_size, self._structures, class_of, arrays, boxes, facts.ties, key=key)
         return self._with_conflicts(world) if facts.compare else world
 
     def _told(self, compute: Callable[[], bytes]) -> bytes:
@@ -90,6 +93,8 @@ class Exchange:
         return verdict.value
 
     def _broadcast_structures(self, own: bytes, firsts: list[int], sizes: list[int]) -> tuple[Structure, ...]:
+        if self.ranks.world_size == 1:
+            return (self.description.structure,)
         buffers = []
         for src, size in zip(firsts, sizes, strict=True):
             buffer: ByteBuffer = np.empty(size, np.uint8)
@@ -163,7 +168,8 @@ class Exchange:
             return msgspec.msgpack.encode(sorted(self._conflicts(rows, world)))
 
         names = msgspec.msgpack.decode(self._told(compare), type=list[str])
-        return dataclasses.replace(world, conflicts=frozenset(names))
+        key = xxhash.xxh3_128_digest(world.key + msgspec.msgpack.encode(names))
+        return dataclasses.replace(world, conflicts=frozenset(names), key=key, memo={})
 
     def _conflicts(self, rows: list[tuple[tuple[bytes, ...], RankPart]], world: World) -> set[str]:
         seen: dict[tuple[object, ...], bytes] = {}

@@ -15,6 +15,7 @@ import xxhash
 
 from hyper_ckpt.agreement import Operation
 from hyper_ckpt.api.common import attempt, few
+from hyper_ckpt.api.plans import plans_of
 from hyper_ckpt.api.reporting import Reporter
 from hyper_ckpt.api.views import metadata_of, own_metadata
 from hyper_ckpt.api.writing import Part, Planned, Prepared, Report, SaveCall, Writer, Written, plan_digest
@@ -119,8 +120,10 @@ class Saving:
         self.reporter.finished("durable" if self.call.durable else "published", total)
         return self._metadata(written, begun)
 
-    def _gather_trees(self, prepared: Prepared) -> list[tuple[list[int], bytes]]:
-        """At rank 0, the distinct trees, encoded, with their ranks: one of each is sent."""
+    def _gather_trees(self, prepared: Prepared) -> list[tuple[list[int], Node]]:
+        """At rank 0, the distinct trees with their ranks: one of each is sent."""
+        if self._ranks.world_size == 1:
+            return [([0], prepared.flat.tree)]
         kind = xxhash.xxh3_128_digest(prepared.description.structure.skeleton)
         digests = self._ranks.all_gather_object(values_digest(prepared.flat.tree) + kind)
         ranks_of: dict[bytes, list[int]] = {}
@@ -130,19 +133,22 @@ class Saving:
         gathered = self._ranks.gather_bytes(encode_tree(prepared.flat.tree) if first else b"")
         if gathered is None:
             return []
-        return [(ranks, gathered[ranks[0]]) for ranks in ranks_of.values()]
+        return [(ranks, decode_tree(gathered[ranks[0]])) for ranks in ranks_of.values()]
 
-    def _decide(self, world: World, trees: list[tuple[list[int], bytes]], loose: list[Columns]) -> bytes:
+    def _decide(self, world: World, trees: list[tuple[list[int], Node]], loose: list[Columns]) -> bytes:
         """At rank 0: looks at the path, joins the states, and proves that what will be written is whole."""
         call = self.call
         self._previous = look(call.store, call.overwrite)
-        self._tree, conflicts = merge([(ranks, decode_tree(tree)) for ranks, tree in trees])
+        self._tree, conflicts = merge(trees)
         self._report_conflicts([f"{c.name!r} on ranks {_brief(c.ranks)}" for c in conflicts], "keeps each rank's value")
         self._report_conflicts([repr(name) for name in sorted(world.conflicts)], "keeps the lowest rank's tensor")
         columns = call.planner.loose_plan(without(world, world.ties))
         loose.append(columns)
         load = np.bincount(columns.rank, columns.nbytes(), world.world_size).astype(np.int64).tobytes()
-        self._columns = call.planner.build_global_plan(_planned(world, load))
+        planned = _planned(world, load)
+        self._columns = self._plan_of(
+            planned, None, bool(len(columns)), lambda: call.planner.build_global_plan(planned)
+        )
         remove_leftovers(call.store, self._previous, call.options.leftover_age)
         decision = _Decision(secrets.token_hex(8), time.time(), blob_owners(self._tree), load, bool(len(columns)))
         return msgspec.msgpack.encode(decision)
@@ -158,10 +164,18 @@ class Saving:
     def _plan(self, prepared: Prepared, world: World, loose: bytes, decision: _Decision) -> Planned:
         """Plans this rank's share, as rank 0 does for all."""
         rank = self._ranks.rank
-        columns = self.call.planner.finalize_plan(world, Columns.unpack(table_of(world), loose), rank)
+
+        def make() -> Columns:
+            return self.call.planner.finalize_plan(world, Columns.unpack(table_of(world), loose), rank)
+
+        columns = self._plan_of(world, rank, decision.loose, make)
         payloads = dict(prepared.flat.payloads)
         payloads |= {name: prepared.flat.blobs[name] for name, owner in decision.blobs if owner == rank}
         return self._part.plan(prepared, columns, decision.save_id, payloads, self.reporter)
+
+    def _plan_of(self, world: World, rank: int | None, loose: bool, make: Callable[[], Columns]) -> Columns:
+        """A plan, an earlier one if nothing has changed. Boxes that are listed one by one are in no world's key."""
+        return make() if loose else plans_of(self.call.platform).get(self.call.planner, world, rank, make)
 
     def _publish(self, votes: list[bytes], begun: BegunTogether) -> bytes:
         """At rank 0, when all have written: compares what was written with the plan, and commits."""
@@ -203,7 +217,7 @@ class Saving:
     def _metadata(self, written: Written, begun: BegunTogether) -> Metadata:
         decision = begun.decision
         if self._manifest is not None:
-            return metadata_of(self._manifest)
+            return metadata_of(self._manifest, self._tree)
         facts = (decision.save_id, self._ranks.world_size, decision.created, self.call.user_metadata)
         files = list(written.result.receipt.files)
         return own_metadata(written.columns, written.placed, files, written.prepared.flat.tree, facts, begun.ties)

@@ -43,9 +43,9 @@ def user_value(data: bytes) -> Any:
         raise ManifestError("the user metadata is damaged: load an earlier checkpoint") from error
 
 
-def metadata_of(manifest: Manifest) -> Metadata:
-    """All that a manifest says; tensors are decoded when asked for."""
-    tree = state_of(manifest)
+def metadata_of(manifest: Manifest, tree: Node = None) -> Metadata:
+    """All that a manifest says; tensors are decoded when asked for. `tree` is its state, where that is known."""
+    tree = state_of(manifest) if tree is None else tree
     values = {name: BytesStorageMetadata(kind) for name, kind in values_by_kind(tree).items()}
 
     def describe(name: str) -> TensorStorageMetadata | BytesStorageMetadata:

@@ -69,6 +69,9 @@ def table_of(world: World) -> TensorTable:
     Raises:
         PlanError: two ranks describe one name with different dtypes or shapes.
     """
+    if "table" in world.memo:
+        known: TensorTable = world.memo["table"]
+        return known
     seen: dict[str, tuple[str, tuple[int, ...], int]] = {}
     for number, structure in enumerate(world.structures):
         for record in structure.tensors:
@@ -80,7 +83,9 @@ def table_of(world: World) -> TensorTable:
                     "One name is one tensor: rename it, or wrap it in PerRank"
                 )
     names = tuple(sorted(seen))
-    return TensorTable(names, tuple(seen[n][0] for n in names), tuple(seen[n][1] for n in names))
+    table = TensorTable(names, tuple(seen[n][0] for n in names), tuple(seen[n][1] for n in names))
+    world.memo["table"] = table
+    return table
 
 
 def _some_ranks(world: World, classes: Iterable[int]) -> str:
@@ -104,8 +109,11 @@ def build_lines(world: World, table: TensorTable) -> tuple[list[Line], list[int]
         The lines, fewest holders first (they have the least choice), then by first tensor; and the numbers of
         the *loose* tensors, whose boxes must be listed one by one.
     """
-    builder = _LineBuilder(world, table)
-    return builder.lines(), builder.loose
+    if "lines" not in world.memo:
+        builder = _LineBuilder(world, table)
+        world.memo["lines"] = (builder.lines(), builder.loose)
+    lines, loose = world.memo["lines"]
+    return lines, loose
 
 
 class _LineBuilder:

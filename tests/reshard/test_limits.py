@@ -124,7 +124,7 @@ def test_every_byte_is_read_once_where_reads_are_shared() -> None:
     save_on(3, lambda rank: {n: a.copy() for n, a in whole.items()}, url)
     target = lambda rank: {n: poisoned(a.shape, a.dtype.name) for n, a in whole.items()}  # noqa: E731
     for world in (2, 4):
-        states, reports = load_on(world, target, url)
+        states, reports = load_on(world, target, url, share_reads=True)
         check_filled(states, whole)
         assert sum(r.bytes_read for r in reports) == total
         assert all(r.bytes_read + r.bytes_received == total for r in reports)
