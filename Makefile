@@ -11,10 +11,10 @@ SOURCES := pyproject.toml platforms/torch/pyproject.toml platforms/mindspore/pyp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint format bench soak docs clean
+.PHONY: help setup demo demo-mindspore test lint format bench soak docs clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # The constraints choose one torch for everybody: an unpinned one may be a newer CUDA build of gigabytes.
 $(INSTALLED): $(SOURCES)
@@ -29,6 +29,9 @@ setup: $(INSTALLED)  ## make the virtual environment with everything in it
 
 demo: $(INSTALLED)  ## run the example: train, save, resume on another number of ranks
 	$(BIN)/python examples/train_gpt/demo.py
+
+demo-mindspore: $(INSTALLED)  ## Model.train on 2 processes: killed, resumed, and its weights in PyTorch
+	$(BIN)/python examples/train_mindspore/demo.py
 
 test: $(INSTALLED)  ## run the tests (PYTEST_ARGS='-n 4 -k save' is passed on)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -24,8 +24,10 @@ _OPTIMIZER_TO_TORCH = {
     "moment2": "exp_avg_sq",
     "adam_v": "exp_avg_sq",
     "exp_avg_sq": "exp_avg_sq",
+    "vhat": "max_exp_avg_sq",
     "moments": "momentum_buffer",
     "accum": "momentum_buffer",
+    "momentum_buf": "momentum_buffer",
 }
 
 

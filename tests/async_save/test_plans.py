@@ -71,14 +71,14 @@ def differing_replicas(state: dict[str, Any], rank: int) -> None:
 
 
 CHANGES = [
-    another_dtype, another_shape, another_layout, another_mesh, another_nesting, another_container, another_name, untied,
-    on_one_rank_only, differing_replicas,
+    another_dtype, another_shape, another_layout, another_mesh, another_nesting, another_container, another_name,
+    untied, on_one_rank_only, differing_replicas,
 ]  # fmt: skip
 
 
 def saves(change: Callable[[dict[str, Any], int], None] | None, **options: Any) -> list[list[int]]:
-    """Plans made by three saves: a first one, an equal one with other values, and one that is changed. What the
-    last two stored is compared with what it should be."""
+    """Plans made by three saves: a first one, an equal one with other values, and a changed one. What they stored is
+    compared with what it should be."""
     url = f"memory://plans/{time.monotonic_ns()}"
 
     def job(platform: Platform) -> list[int]:
