@@ -134,7 +134,12 @@ def plugins_command(as_json: bool) -> None:
     help="Leave out a check, or a part of the suite, for this reason. May be given several times.",
 )
 @click.option("--report", metavar="FILE", type=click.Path(dir_okay=False, writable=True), help="Also write JSON here.")
-@click.option("--limit", metavar="SECONDS", type=click.FloatRange(1), help="How long a check may take.")
+@click.option(
+    "--limit",
+    metavar="SECONDS",
+    type=click.FloatRange(1),
+    help="How long a check may take: 120 in one process, 60 on a world, if this is not given.",
+)
 @click.option("--list", "listing", is_flag=True, help="List the checks and what they promise; run nothing.")
 @debug_option
 def conformance_command(

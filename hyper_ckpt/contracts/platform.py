@@ -86,11 +86,19 @@ class Ranks(ABC):
     own group is never used. One that cannot complete, since a rank has ended or does not come, raises within
     `timeout` and never hangs: any exception, best `RankFailedError` or `RankTimeoutError` with the ranks' numbers.
 
-    `timeout`: seconds after which a collective, or the first connection, whose peers do not come fails. Every save
-    and load sets its own, before its first call.
+    `timeout`: seconds after which a collective, or the first connection, whose peers do not come fails, counted from
+    the call; for a `Pending`, from the call that made it. Every save and load sets its own, before its first call.
+
+    `fixed_timeout`: seconds after which collectives fail whatever `timeout` is, where the library below has a limit of
+    its own that cannot be set; None: there is none.
+
+    `broadcast_bandwidth`: bytes per second that `broadcast_into` brings to each member of a group, an estimate; None:
+    unknown. State it where broadcasts are slow, so that nothing large is sent by them.
     """
 
     timeout: float = 1800.0
+    fixed_timeout: float | None = None
+    broadcast_bandwidth: float | None = None
 
     @property
     @abstractmethod
@@ -123,14 +131,15 @@ class Ranks(ABC):
     def broadcast_into(self, buffers: Sequence[ByteBuffer], src: int, group: Any = None) -> Pending:
         """Sends rank `src`'s buffers into the same-sized buffers of every member of `group` (None: all ranks).
 
-        Called by the members only. Buffers are contiguous uint8 host arrays of any number and size, 0 included, those
-        of `src` perhaps read-only; not to be touched until the Pending is waited for. `src` counts in this object's
-        ranks, also in a group.
+        Called by the members only, and may block until they have come. Buffers are contiguous uint8 host arrays of any
+        number and size, 0 included, those of `src` perhaps read-only; not to be touched until the Pending is waited
+        for. `src` counts in this object's ranks, also in a group.
         """
 
     @abstractmethod
     def groups(self, rank_sets: Sequence[tuple[int, ...]]) -> list[Any]:
-        """A handle per rank set, for `broadcast_into`; None for sets this rank is not in.
+        """A handle per rank set, for `broadcast_into`; None for sets this rank is not in. It may be anything but None,
+        only this object looks into it.
 
         All ranks call it, with the same sorted sets in the same order. Handles are kept and reused: the same set gives
         the same group. A set may have one member. What can fail in connecting a group fails here.
@@ -163,8 +172,8 @@ class Tensors(ABC):
 
     @abstractmethod
     def host_view(self, shard: LocalShard) -> Carrier | None:
-        """The shard's memory as an array of carriers of shape `shard.sizes`, strided as it lies, valid while
-        `shard.data` lives and complete when this returns. None where it is not in host memory: such shards are
+        """The shard's memory as an array of carriers of shape `shard.sizes`, strided as it lies (any strides), valid
+        while `shard.data` lives and complete when this returns. None where it is not in host memory: such shards are
         copied whole by `Stager.copy_out`."""
 
     @abstractmethod
@@ -178,10 +187,12 @@ class Tensors(ABC):
 
     @abstractmethod
     def fingerprint(self, shards: Sequence[LocalShard]) -> bytes:
-        """8 bytes that differ where contents differ: whole under 1 MiB, sampled above
-        (`hyper_ckpt.contracts.platform.sampled_fingerprint` does it for host memory). Equal contents have equal ones,
-        however they lie in memory. It sees the work queued before, and is asked only where several ranks may hold
-        the same."""
+        """8 bytes that differ where contents differ, in any of the shards: whole under 1 MiB, sampled above
+        (`hyper_ckpt.contracts.platform.sampled_fingerprint` does it for host memory).
+
+        Equal contents have equal ones, however they lie in memory: elements count in row-major order. It sees the work
+        queued before, and is asked only where several ranks may hold the same.
+        """
 
     @abstractmethod
     def empty(self, description: TensorDescription, like: Any = None) -> Any:
@@ -194,8 +205,11 @@ class Tensors(ABC):
 
     @abstractmethod
     def storage_key(self, shard: LocalShard) -> Hashable | None:
-        """Equal for two shards that are the same elements of the same memory; None for empty shards. Of tensors
-        without memory: equal where they would be, None where that cannot be told."""
+        """Equal for two shards that are the same elements of the same memory, and different for any others, also of the
+        same memory: offset, shape, strides and dtype belong to it (`hyper_ckpt.builtin.numpy_tensors.memory_key`). None
+        for empty shards. Tensors with one key are stored once: a key that is too equal loses one in silence, one
+        that is too different only costs space. Of tensors without memory: equal where they would be, None where that
+        cannot be told."""
 
 
 class Stager(ABC):

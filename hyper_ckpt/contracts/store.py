@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import enum
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 Bytes = bytes | bytearray | memoryview
+
+_READ_ATTEMPTS = 50
+_FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.1
 
 
 class Expect(enum.Enum):
@@ -29,44 +33,74 @@ class ObjectInfo:
 class Sink(ABC):
     """An object being written at known offsets, by several threads at once. Not visible to `publish`'s rules.
 
-    It is closed or aborted, or both in this order, by one thread.
+    It is closed or aborted, or both in this order, by one thread. Whether `list` and `stat` show it before it is closed
+    is up to the store.
     """
 
     @abstractmethod
     def write_at(self, offset: int, data: Bytes) -> None:
-        """Writes all of `data` at `offset`.
+        """Writes all of `data`, C-contiguous bytes of any item size and shape, at `offset`.
 
         Raises:
-            StoreError: it could not be written whole; names the object and keeps the cause.
+            StoreError: it could not be written whole, leaves the object's size, or the sink is closed or aborted; names
+                the object and keeps the cause.
         """
 
     @abstractmethod
     def close(self, *, sync: bool) -> None:
-        """Completes the object; with `sync`, it survives a power failure once `ByteStore.sync` has returned."""
+        """Completes the object; with `sync`, it survives a power failure once `ByteStore.sync` has returned.
+
+        It then has exactly the size that `create` was told, whatever of it was written.
+
+        Raises:
+            StoreError: it could not be completed, its name was taken meanwhile, or it was closed before.
+        """
 
     @abstractmethod
     def abort(self) -> None:
-        """Gives up and removes the object, also after a `close`, successful or not. Never raises."""
+        """Gives up and removes the object, also after a `close`, successful or not. Never raises.
+
+        It may come while other threads write, which then get a `StoreError`, and may be called again: it removes what
+        this sink made, never a later object of the same name.
+        """
 
 
 class ByteStore(ABC):
     """Named bytes under one root. Names are relative, with `/` between parts; missing parents are made.
 
+    Every method but `list` refuses what is no such name with `StoreError`: empty, absolute, with parts that are empty,
+    `.` or `..`, with a NUL, or that UTF-8 cannot encode. `hyper_ckpt.storage.names.check_name` does that.
+
     Every failure is a `StoreError` that names the object, or `MissingFileError` where it is absent.
     Instances can be pickled or rebuilt from `url`; no I/O happens in a constructor. Every method may be called from
     any thread, several at once.
+
+    `url` must be set: what the store was opened with, so that opening it again gives the same root. The root of a
+    checkpoint's store is the checkpoint; lists of checkpoints open a store over the URL above it.
     """
 
     url: str
 
     @abstractmethod
     def create(self, name: str, size: int) -> Sink:
-        """A new object of exactly `size` bytes; room is made first. An existing name is an error."""
+        """A new object of exactly `size` bytes, of any content until it is written.
+
+        Raises:
+            StoreError: there is no room for it, at once and not while it is written; or the name is taken, at the
+                latest in `Sink.close`.
+        """
 
     @abstractmethod
     def read_into(self, name: str, ranges: Sequence[tuple[int, int]], buffers: Sequence[memoryview]) -> None:
-        """Fills each buffer with `length` bytes from `start`, for (start, length) in `ranges`; a short read is
-        an error (`FileSizeError`). Called from several threads."""
+        """Fills each buffer with `length` bytes from `start`, for (start, length) in `ranges`. Called from several
+        threads. Ranges may come in any order, overlap, and be thousands; buffers are writeable, C-contiguous, and of
+        any item size and shape (`memoryview.cast("B")`).
+
+        Raises:
+            FileSizeError: a range leaves the object: nothing is filled up with anything else.
+            MissingFileError: there is no such object, also where `ranges` is empty.
+            CheckpointError: a range is negative or has another length than its buffer.
+        """
 
     @abstractmethod
     def list(self, prefix: str = "") -> list[str]:
@@ -105,16 +139,33 @@ class ByteStore(ABC):
         return None
 
     def read(self, name: str) -> bytes:
-        """A whole object. Override it where that is cheaper than `stat` and `read_into`."""
-        info = self.stat(name)
-        if info is None:
-            from hyper_ckpt.errors import MissingFileError
+        """A whole object, of one version: never of two, and never a part, while `publish` replaces it.
 
-            raise MissingFileError(f"{self.url}/{name} does not exist")
-        data = bytearray(info.size)
-        if info.size:
-            self.read_into(name, [(0, info.size)], [memoryview(data)])
-        return bytes(data)
+        This one looks at the etag before and after, and reads again where it changed. Override it where an object can
+        be had in one request.
+
+        Raises:
+            MissingFileError: there is no such object.
+            StoreError: it was replaced during each of many attempts.
+        """
+        from hyper_ckpt.errors import FileSizeError, MissingFileError, StoreError
+
+        for attempt in range(_READ_ATTEMPTS):
+            info = self.stat(name)
+            if info is None:
+                raise MissingFileError(f"{self.url}/{name} does not exist")
+            data, short = bytearray(info.size), None
+            try:
+                self.read_into(name, [(0, info.size)], [memoryview(data)])
+            except (FileSizeError, MissingFileError) as error:
+                short = error
+            after = self.stat(name)
+            if after is not None and after.etag == info.etag:
+                if short is not None:
+                    raise short
+                return bytes(data)
+            time.sleep(min(_FIRST_PAUSE * 2**attempt, _LAST_PAUSE))
+        raise StoreError(f"{self.url}/{name} was replaced during each of {_READ_ATTEMPTS} attempts to read it")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from hyper_ckpt.contracts.platform import (
     TensorDescription,
     Tensors,
 )
+from hyper_ckpt.errors import UnsupportedLayoutError
+from hyper_ckpt.layout import Boxes
 from hyper_ckpt.testing.conformance.probe import PlatformProbe
 from hyper_ckpt.testing.thread_ranks import WorldBrokenError
 
@@ -166,6 +169,28 @@ class SetTogether(GoodMailbox):
         self.ranks.all_gather_object(None)
 
 
+class OneLock(GoodRanks):
+    """The mailbox waits while this rank is in a collective."""
+
+    def __init__(self, inner: Ranks) -> None:
+        super().__init__(inner)
+        self.lock = threading.Lock()
+
+    @cached_property
+    def mailbox(self) -> Mailbox:  # type: ignore[override]
+        return LockedMailbox(self.inner.mailbox, self)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        with self.lock:
+            return super().all_gather_object(value)
+
+
+class LockedMailbox(GoodMailbox):
+    def set(self, key: str, value: bytes) -> None:
+        with self.ranks.lock:
+            self.inner.set(key, value)
+
+
 class LosesNews(GoodMailbox):
     def set(self, key: str, value: bytes) -> None:
         if self.ranks.rank != self.ranks.world_size - 1 or key.startswith("silent/"):
@@ -175,6 +200,16 @@ class LosesNews(GoodMailbox):
 class ShardsAtZero(GoodTensors):
     def local_shards(self, value: Any) -> list[LocalShard]:
         return [LocalShard((0,) * len(s.sizes), s.sizes, s.data) for s in super().local_shards(value)]
+
+
+class TrustsParts(GoodTensors):
+    """Takes a part for what it should be."""
+
+    def describe(self, value: Any) -> TensorDescription | None:
+        try:
+            return super().describe(value)
+        except UnsupportedLayoutError:
+            return TensorDescription("float32", value.global_shape, Boxes((((0, 0), value.global_shape),)))
 
 
 class WholeLikeSharded(GoodTensors):
@@ -190,7 +225,7 @@ class ShardsAreCopies(GoodTensors):
         return view if view is None else view.copy()
 
 
-Pair = tuple[Callable[[], PlatformProbe], Callable[[], PlatformProbe]]
+Pair = tuple[Callable[[], PlatformProbe | str], Callable[[], PlatformProbe | str]]
 
 
 def of(ranks: Callable[[Ranks], Ranks]) -> Pair:
@@ -220,8 +255,12 @@ BAD_RANKS: dict[str, Pair] = {
     "deleted_keys_are_absent": of(with_mailbox(KeepsAll)),
     "the_mailbox_serves_several_threads": of(with_mailbox(MixesUpThreads)),
     "the_mailbox_needs_no_other_rank": of(with_mailbox(SetTogether)),
+    "the_mailbox_serves_a_rank_in_a_collective": of(OneLock),
+    "active_says_how_many_ranks_there_are": (lambda: "spec_probes:AlwaysInactive", lambda: "spec_probes:Good"),
+    "load_gives_the_joined_group": (lambda: "spec_probes:LoadsWhatWasThereFirst", lambda: "spec_probes:Good"),
     "all_ranks_save_and_load": over(WritesToACopy),
     "sharded_tensors_say_where_they_lie": over(ShardsAtZero),
+    "misshapen_parts_are_refused": over(TrustsParts),
     "sharded_tensors_survive": over(ShardsAreCopies),
     "empty_like_a_sharded_tensor": over(WholeLikeSharded),
     "a_rank_that_fails_is_named": of(with_mailbox(LosesNews)),

@@ -15,11 +15,14 @@ from hyper_ckpt.contracts.platform import (
     TensorDescription,
     sampled_fingerprint,
 )
+from hyper_ckpt.errors import UnsupportedDtypeError
 from hyper_ckpt.layout import Replicated
 from hyper_ckpt.testing.conformance.probe import PlatformProbe
 
 from ._bad_stager import OutIgnoresTheStream
 from ._parts import DeviceProbe, GoodTensors, Meta, MetaProbe, MetaTensors, PartsProbe
+
+FEW = ("float32", "float64", "uint8")
 
 
 class UnknownDtypes(PartsProbe):
@@ -139,6 +142,31 @@ class ReadOnly(GoodTensors):
         return view
 
 
+class WritesAnywhere(GoodTensors):
+    def writable(self, shard: LocalShard) -> Carrier | None:
+        return self.host_view(shard)
+
+
+class FewTensors(GoodTensors):
+    """Without some of numpy's dtypes."""
+
+    def empty(self, description: TensorDescription, like: Any = None) -> Any:
+        if description.dtype not in FEW:
+            raise UnsupportedDtypeError(f"no {description.dtype} here")
+        return super().empty(description, like)
+
+
+class ClosestDtype(GoodTensors):
+    def empty(self, description: TensorDescription, like: Any = None) -> Any:
+        return np.empty(description.shape, description.dtype if description.dtype in FEW else np.float32)
+
+
+class FewProbe(PartsProbe):
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return FEW
+
+
 class LongPrints(GoodTensors):
     def fingerprint(self, shards: Sequence[LocalShard]) -> bytes:
         return super().fingerprint(shards) * 2
@@ -168,6 +196,11 @@ class PrintsOfStrides(GoodTensors):
         return sampled_fingerprint([np.frombuffer(repr(shards[0].data.strides).encode(), np.uint8)])
 
 
+class PrintsOfTheFirst(GoodTensors):
+    def fingerprint(self, shards: Sequence[LocalShard]) -> bytes:
+        return super().fingerprint(shards[:1])
+
+
 class KeysOfObjects(GoodTensors):
     def storage_key(self, shard: LocalShard) -> Hashable | None:
         return id(shard.data)
@@ -183,12 +216,27 @@ class KeysOfNothing(GoodTensors):
         return super().storage_key(shard) or ("empty",)
 
 
+class KeysOfAddresses(GoodTensors):
+    """Strides do not matter."""
+
+    def storage_key(self, shard: LocalShard) -> Hashable | None:
+        return (shard.data.__array_interface__["data"][0], shard.sizes) if shard.data.size else None
+
+
+class KeysOfBlocks(GoodTensors):
+    """Offsets do not matter."""
+
+    def storage_key(self, shard: LocalShard) -> Hashable | None:
+        base = shard.data if shard.data.base is None else shard.data.base
+        return (id(base), shard.sizes, shard.data.strides, shard.data.dtype.name) if shard.data.size else None
+
+
 class NoKeys(GoodTensors):
     def storage_key(self, shard: LocalShard) -> Hashable | None:
         return None
 
 
-Pair = tuple[Callable[[], PlatformProbe], Callable[[], PlatformProbe]]
+Pair = tuple[Callable[[], PlatformProbe | str], Callable[[], PlatformProbe | str]]
 
 
 def of(tensors: type[GoodTensors]) -> Pair:
@@ -212,14 +260,21 @@ BAD_TENSORS: dict[str, Pair] = {
     "empty_like_a_tensor": of(EmptyIsLike),
     "meta_tensors": ((lambda: MetaProbe(MetaHasMemory)), MetaProbe),
     "views_are_written_through_numpy": of(ReadOnly),
+    "empty_refuses_unknown_dtypes": ((lambda: FewProbe(ClosestDtype)), lambda: FewProbe(FewTensors)),
+    "overlapping_tensors_are_no_targets": of(WritesAnywhere),
     "fingerprints_are_8_bytes": of(LongPrints),
     "fingerprints_of_equal_contents_are_equal": of(RandomPrints),
     "fingerprints_see_every_byte_of_small_tensors": of(PrintsOfTheStart),
     "fingerprints_of_large_tensors_look_at_the_contents": of(ConstantPrints),
     "fingerprints_ignore_strides": of(PrintsOfStrides),
+    "fingerprints_look_at_every_shard": of(PrintsOfTheFirst),
     "storage_keys_of_tied_tensors_are_equal": of(KeysOfObjects),
     "storage_keys_of_other_memory_differ": of(KeysOfShapes),
+    "storage_keys_of_other_elements_differ": of(KeysOfAddresses),
     "storage_keys_of_empty_tensors_are_none": of(KeysOfNothing),
+    "the_spec_names_the_modules_of_its_tensors": (lambda: "spec_probes:OtherModules", lambda: "spec_probes:Good"),
+    "load_gives_the_same_platform_again": (lambda: "spec_probes:ANewOneEachTime", lambda: "spec_probes:Good"),
+    "a_state_finds_its_platform": (lambda: "spec_probes:OtherModules", lambda: "spec_probes:Good"),
     "a_state_survives": of(WritesToACopy),
     "a_state_is_read_elsewhere": of(ZeroView),
     "strided_tensors_survive": of(WritesToAContiguousCopy),
@@ -227,3 +282,6 @@ BAD_TENSORS: dict[str, Pair] = {
     "tied_tensors_are_stored_once": of(NoKeys),
     "targets_without_memory_are_replaced": ((lambda: MetaProbe(MetaStays)), MetaProbe),
 }
+
+# More than one way to break a promise.
+MORE_BAD_TENSORS: list[tuple[str, Pair]] = [("storage_keys_of_other_elements_differ", of(KeysOfBlocks))]

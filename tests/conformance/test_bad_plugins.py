@@ -1,11 +1,12 @@
 """Every check notices a plugin that breaks its promise: a suite that passes everything proves nothing."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from hyper_ckpt.registry import registry
 from hyper_ckpt.storage.local_store import LocalStore
 from hyper_ckpt.testing.conformance.check import Check, run_checks
 from hyper_ckpt.testing.conformance.platform import PLATFORM_CHECKS, PlatformBench
@@ -14,7 +15,7 @@ from hyper_ckpt.testing.conformance.store import STORE_CHECKS, run_on
 from ._bad_ranks import BAD_RANKS
 from ._bad_stager import BAD_STAGERS
 from ._bad_stores import BAD_STORES
-from ._bad_tensors import BAD_TENSORS
+from ._bad_tensors import BAD_TENSORS, MORE_BAD_TENSORS, Pair
 
 BAD_PLATFORMS = {**BAD_TENSORS, **BAD_STAGERS, **BAD_RANKS}
 PLATFORM = {check.name: check for check in PLATFORM_CHECKS}
@@ -39,9 +40,22 @@ def broken(check: Check, run: Callable[[Check], None]) -> None:
     assert "seen: " in outcome.message
 
 
-@pytest.mark.parametrize("name", PLATFORM)
-def test_a_bad_platform_is_noticed(tmp_path: Path, name: str) -> None:
-    bad, good = BAD_PLATFORMS[name]
+@pytest.fixture
+def _named_probes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Probes that ranks' processes find by name; they announce a plugin."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    yield
+    registry().unregister("spec_probes")
+
+
+@pytest.mark.usefixtures("_named_probes")
+@pytest.mark.parametrize(
+    ("name", "pair"),
+    [*BAD_PLATFORMS.items(), *MORE_BAD_TENSORS],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_a_bad_platform_is_noticed(tmp_path: Path, name: str, pair: Pair) -> None:
+    bad, good = pair
     with PlatformBench(good(), tmp_path / "good", timeout=20) as bench:
         bench.run(PLATFORM[name])
     with PlatformBench(bad(), tmp_path / "bad", timeout=4) as bench:

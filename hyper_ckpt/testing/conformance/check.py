@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
+
+from hyper_ckpt.testing.conformance.blame import where
 
 Status = Literal["passed", "failed", "skipped"]
 
@@ -16,6 +19,10 @@ class ChoiceError(ValueError):
 
 class NotApplicable(Exception):
     """The framework or store has nothing that this promise is about; the text says what is missing."""
+
+
+class PluginRaised(AssertionError):
+    """The plugin raised where the contract lets it raise nothing."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,17 @@ def expect(kept: bool, promised: str, seen: str, change: str) -> None:
         fail(promised, seen, change)
 
 
+def raised(error: BaseException, promise: str) -> str:
+    """The message where the plugin raised: what, what the check was about, and where in the plugin."""
+    return "\n".join([f"promised: {promise}", f"seen: {type(error).__name__}: {error}", *where(error)])
+
+
+def similar(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: those that are spelt alike."""
+    close = difflib.get_close_matches(name, sorted(known), 3, 0.5)
+    return f". Did you mean {' or '.join(close)}?" if close else ""
+
+
 def reasons_of(without: Mapping[str, str], checks: Iterable[Check]) -> dict[str, str]:
     """The reason for each check that is left out, from those given for checks and for whole parts.
 
@@ -91,7 +109,9 @@ def reasons_of(without: Mapping[str, str], checks: Iterable[Check]) -> dict[str,
     known = {check.name for check in checks} | {check.part for check in checks}
     for name, reason in without.items():
         if name not in known:
-            raise ChoiceError(f"without names {name!r}, which is no check and no part of this suite")
+            raise ChoiceError(
+                f"without names {name!r}, which is no check and no part of this suite{similar(name, known)}"
+            )
         if not reason.strip():
             raise ChoiceError(f"without gives no reason for {name!r}: say why it is left out")
     return {
@@ -100,19 +120,24 @@ def reasons_of(without: Mapping[str, str], checks: Iterable[Check]) -> dict[str,
 
 
 def run_checks(
-    checks: Iterable[Check], run: Callable[[Check], None], without: Mapping[str, str] | None = None
+    checks: Iterable[Check],
+    run: Callable[[Check], None],
+    without: Mapping[str, str] | None = None,
+    started: Callable[[Check], None] = lambda check: None,
 ) -> Iterator[Outcome]:
     """Runs checks one after another, whatever becomes of each.
 
     Args:
         run: runs one check; e.g. `PlatformBench.run`.
         without: reasons by name, as given by `reasons_of`.
+        started: told of each check before it runs, not of those that are left out.
     """
     for check in checks:
         reason = (without or {}).get(check.name)
         if reason is not None:
             yield Outcome(check.name, check.part, "skipped", 0.0, reason)
             continue
+        started(check)
         begin = time.monotonic()
         status, message = _outcome(check, run)
         yield Outcome(check.name, check.part, status, round(time.monotonic() - begin, 3), message)
@@ -126,5 +151,5 @@ def _outcome(check: Check, run: Callable[[Check], None]) -> tuple[Status, str]:
     except AssertionError as error:
         return "failed", str(error) or f"an assertion without a message; promised: {check.promise}"
     except Exception as error:  # of the plugin, where the contract lets it raise nothing
-        return "failed", f"promised: {check.promise}\nseen: {type(error).__name__}: {error}"
+        return "failed", raised(error, check.promise)
     return "passed", ""

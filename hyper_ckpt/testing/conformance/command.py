@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib.metadata
 import os
 import platform
@@ -11,7 +12,8 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,10 @@ import numpy as np
 
 from hyper_ckpt.errors import PluginError
 from hyper_ckpt.registry import registry
-from hyper_ckpt.testing.conformance.check import Check, ChoiceError, Outcome, reasons_of, run_checks
-from hyper_ckpt.testing.conformance.platform import PLATFORM_CHECKS, PlatformBench
-from hyper_ckpt.testing.conformance.store import STORE_CHECKS, run_on
+from hyper_ckpt.testing.conformance.check import Check, ChoiceError, Outcome, reasons_of, run_checks, similar
+from hyper_ckpt.testing.conformance.platform import PLATFORM_CHECKS, WORLD_SECONDS, PlatformBench
+from hyper_ckpt.testing.conformance.store import LIMIT_SECONDS, STORE_CHECKS, run_on
+from hyper_ckpt.testing.conformance.threads import within
 from hyper_ckpt.version import VERSION
 
 NOT_ASKED = "not asked for"
@@ -47,17 +50,23 @@ class Choice:
         Raises:
             ChoiceError: a name is of no check, or a reason is empty.
         """
-        unknown = sorted(set(self.only) - {check.name for check in checks})
-        if unknown:
-            raise ChoiceError(
-                f"no check is called {', '.join(unknown)}. There are: {', '.join(c.name for c in checks)}"
-            )
+        names = [check.name for check in checks]
+        for name in self.only:
+            if name not in names:
+                raise ChoiceError(f"no check is called {name}{similar(name, names) or '. --list shows all'}")
         reasons = reasons_of(self.without or {}, checks)
         return {c.name: NOT_ASKED for c in checks if self.only and c.name not in self.only} | reasons
 
 
-def run_platform(name: str, ranks: int, choice: Choice) -> Iterator[Outcome]:
+def run_platform(
+    name: str, ranks: int, choice: Choice, started: Callable[[Check], None], limit: float | None = None
+) -> Iterator[Outcome]:
     """Runs the platform suite, one outcome after another.
+
+    Args:
+        started: told of each check before it runs.
+        limit: seconds that a check may take. One that takes longer inside this process ends it, after a dump of the
+            stacks: nothing else can stop what hangs in a framework.
 
     Raises:
         ChoiceError: see `Choice.reasons`.
@@ -73,13 +82,27 @@ def run_platform(name: str, ranks: int, choice: Choice) -> Iterator[Outcome]:
         )
     with (
         tempfile.TemporaryDirectory(prefix="hyper-ckpt-") as folder,
-        PlatformBench(probe, Path(folder), world_size=ranks) as bench,
+        PlatformBench(probe, Path(folder), world_size=ranks, timeout=limit or WORLD_SECONDS) as bench,
     ):
-        yield from run_checks(PLATFORM_CHECKS, bench.run, reasons)
+
+        def run(check: Check) -> None:
+            if check.part == "world":  # its ranks are watched from outside
+                bench.run(check)
+                return
+            with _watched(limit or LIMIT_SECONDS):
+                bench.run(check)
+
+        yield from run_checks(PLATFORM_CHECKS, run, reasons, started)
 
 
-def run_store(url: str, choice: Choice) -> Iterator[Outcome]:
+def run_store(
+    url: str, choice: Choice, started: Callable[[Check], None], limit: float | None = None
+) -> Iterator[Outcome]:
     """Runs the store suite below `url`, in places of its own that are removed at the end.
+
+    Args:
+        started: told of each check before it runs.
+        limit: seconds that a check may take.
 
     Raises:
         ChoiceError: see `Choice.reasons`.
@@ -88,13 +111,24 @@ def run_store(url: str, choice: Choice) -> Iterator[Outcome]:
     reasons = choice.reasons(STORE_CHECKS)
     registry().store(url)
     root = _below(url, f"conformance-{secrets.token_hex(8)}")
+    seconds = limit or LIMIT_SECONDS
 
     def run(check: Check) -> None:
         place = _below(root, check.name)
-        run_on(check, lambda: registry().store(place))
+        run_on(check, lambda: registry().store(place), seconds)
 
-    with _removed_afterwards(root):
-        yield from run_checks(STORE_CHECKS, run, reasons)
+    with _removed_afterwards(root, seconds):
+        yield from run_checks(STORE_CHECKS, run, reasons, started)
+
+
+@contextlib.contextmanager
+def _watched(seconds: float) -> Iterator[None]:
+    """Ends this process, with a dump of all stacks, if it is in here for longer."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _below(url: str, name: str) -> str:
@@ -106,14 +140,21 @@ def _below(url: str, name: str) -> str:
 
 
 @contextlib.contextmanager
-def _removed_afterwards(root: str) -> Iterator[None]:
+def _removed_afterwards(root: str, seconds: float) -> Iterator[None]:
     if "://" in root:
-        try:
-            yield
-        finally:
+
+        def remove() -> None:
             store = registry().store(root)
             for name in store.list():
                 store.delete(name)
+
+        try:
+            yield
+        finally:
+            try:
+                within(seconds, remove)
+            except Exception as error:  # the outcomes of the checks matter more
+                warnings.warn(f"what the checks wrote below {root} could not be removed: {error}", stacklevel=1)
         return
     path = os.path.abspath(root)
     made = [path]
@@ -128,10 +169,17 @@ def _removed_afterwards(root: str) -> Iterator[None]:
                 os.rmdir(folder)
 
 
-def report(subject: Mapping[str, Any], outcomes: list[Outcome], announces: str, modules: tuple[str, ...]) -> Any:
+def report(
+    subject: Mapping[str, Any],
+    outcomes: list[Outcome],
+    announces: str,
+    modules: tuple[str, ...],
+    running: str | None = None,
+) -> Any:
     """What was tested, with which versions, and how each check went, for JSON.
 
     Args:
+        running: the check that runs now, in a report that is written meanwhile.
         subject: what was asked for.
         announces: what the plugin announces, as in `PluginInfo.announces`.
         modules: top-level modules whose versions matter.
@@ -142,6 +190,7 @@ def report(subject: Mapping[str, Any], outcomes: list[Outcome], announces: str, 
         **subject,
         "versions": _versions(announces, modules),
         **counts,
+        "running": running,
         "checks": [{**asdict(outcome), "promise": promises[outcome.check]} for outcome in outcomes],
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,15 @@ class NumpyProbe(PlatformProbe):
     def tied(self, value: Any) -> Any:
         return value[...]
 
+    def views(self, value: Any) -> Sequence[tuple[Any, Any]]:
+        half = len(value) // 2
+        other = value.view("i4" if value.dtype != "i4" else "f4") if value.itemsize == 4 else value.T
+        return [(value, value.T), (value, other), (value[:half], value[-half:]), (value[::2], value[1::2])]
+
+    def overlapping(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        row = np.zeros(shape[1:], numpy_dtype(dtype))
+        return np.lib.stride_tricks.as_strided(row, shape, (0, *row.strides))
+
     def join(self, rank: int, world_size: int, address: str, port: int) -> Platform:
         raise NotImplementedError("numpy has no processes that talk: run_world makes a world of threads")
 
@@ -58,11 +67,27 @@ class NumpyProbe(PlatformProbe):
 
     def sharded(self, dtype: str, shape: tuple[int, ...], data: bytes, rank: int, world_size: int) -> Any:
         """Cut along the first dimension."""
-        layout = MeshLayout(Mesh((world_size,), tuple(range(world_size))), (Shard(0),))
-        box = box_of(shape, layout, rank)
+        return self._cut(self.make(dtype, shape, data), 0, rank, world_size)
+
+    def more_sharded(
+        self, dtype: str, shape: tuple[int, ...], data: bytes, rank: int, world_size: int
+    ) -> Sequence[Any]:
+        """Cut along the last dimension, and every so many rows, each a piece of its own."""
+        whole = self.make(dtype, shape, data)
+        first = (0,) * (len(shape) - 1)
+        rows = [(whole[row : row + 1].copy(), (row, *first)) for row in range(rank, shape[0], world_size)]
+        rows = rows or [(whole[:0].copy(), (0, *first))]
+        return [self._cut(whole, len(shape) - 1, rank, world_size), ShardedTensor(rows, shape)]
+
+    def misshapen(self, dtype: str, shape: tuple[int, ...], rank: int, world_size: int) -> Any:
+        part = np.zeros((shape[0] + 1, *shape[1:]), numpy_dtype(dtype))
+        return ShardedTensor([(part, (0,) * len(shape))], shape)
+
+    def _cut(self, whole: Any, dim: int, rank: int, world_size: int) -> ShardedTensor:
+        layout = MeshLayout(Mesh((world_size,), tuple(range(world_size))), (Shard(dim),))
+        box = box_of(whole.shape, layout, rank)
         assert box is not None
-        part = cut(self.make(dtype, shape, data), *box).copy()
-        return ShardedTensor([(part, box[0])], shape)
+        return ShardedTensor([(cut(whole, *box).copy(), box[0])], whole.shape)
 
     def local_raw(self, value: Any) -> bytes:
         return b"".join(data.tobytes() for data, _ in value.shards)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
 from hyper_ckpt.errors import PluginError
-from hyper_ckpt.testing.conformance.check import Check, NotApplicable
+from hyper_ckpt.testing.conformance.check import Check, NotApplicable, PluginRaised, raised
+from hyper_ckpt.testing.conformance.making import making
 from hyper_ckpt.testing.conformance.prints import prints
 from hyper_ckpt.testing.conformance.probe import PlatformProbe
 from hyper_ckpt.testing.conformance.ranks import world
+from hyper_ckpt.testing.conformance.sharded import sharded
+from hyper_ckpt.testing.conformance.spec import spec_alone, spec_world
 from hyper_ckpt.testing.conformance.stager import stager
 from hyper_ckpt.testing.conformance.subject import Subject
 from hyper_ckpt.testing.conformance.tensors import tensors
@@ -22,11 +26,16 @@ from hyper_ckpt.testing.pool import PoolError, RankPool
 from hyper_ckpt.testing.processes import free_port
 
 PLATFORM_CHECKS: tuple[Check, ...] = tuple(
-    check for part in (tensors, prints, stager, whole, world, world_saves) for check in part.checks
+    check
+    for part in (tensors, prints, stager, making, spec_alone, whole, world, spec_world, sharded, world_saves)
+    for check in part.checks
 )
 
 # Importing a framework in many processes at once may take long, whatever the checks take.
 _START_SECONDS = 180.0
+WORLD_SECONDS = 60.0
+"""How long a check on a world may take, if nothing else is said."""
+_STACK_LINES = 25
 _RANK = "hyper_ckpt.testing.conformance.rank"
 
 
@@ -57,7 +66,9 @@ class PlatformBench:
         timeout: seconds for each check on a world.
     """
 
-    def __init__(self, probe: str | PlatformProbe, folder: Path, *, world_size: int = 4, timeout: float = 60.0) -> None:
+    def __init__(
+        self, probe: str | PlatformProbe, folder: Path, *, world_size: int = 4, timeout: float = WORLD_SECONDS
+    ) -> None:
         self._target = probe if isinstance(probe, str) else None
         self._probe = None if isinstance(probe, str) else probe
         self._folder = folder
@@ -115,7 +126,7 @@ class PlatformBench:
         except (AssertionError, NotApplicable):
             raise
         except Exception as error:
-            raise AssertionError(f"promised: {check.promise}\nseen: {type(error).__name__}: {error}") from error
+            raise PluginRaised(raised(error, check.promise)) from error
         return done is not None
 
     def _run_processes(self, check: Check, folder: Path) -> None:
@@ -154,14 +165,27 @@ class PlatformBench:
 
 
 def _message(error: PoolError, promise: str) -> str:
-    """What broke: the first rank's assertion, or else what became of each rank."""
-    gone = [f"rank {r} {text.splitlines()[0]}" for r, text in error.problems.items() if r not in error.failures]
-    stacks = next((text for r, text in error.problems.items() if r not in error.failures), "").splitlines()
-    raised: list[str] = []
-    for rank, failure in error.failures.items():
-        exception = failure.exception()
-        if isinstance(exception, AssertionError):
-            return "\n".join([str(exception), f"({'; '.join([f'on rank {rank}', *gone])})", *stacks[1:][-25:]])
-        raised.append(f"rank {rank} raised {failure.text.strip().splitlines()[-1]}")
-    lines = [f"promised: {promise}", f"seen: {'; '.join([*raised, *gone])}"]
-    return "\n".join([*lines, *stacks[1:][-25:]])
+    """What broke: the first broken promise, or else what the plugin raised, or what became of each rank."""
+    failed = {rank: failure.exception() for rank, failure in error.failures.items()}
+    texts = {rank: text for rank, text in error.problems.items() if rank not in failed}
+    gone = _gone(texts, next(iter(failed), None))
+    stacks = next(iter(texts.values()), "").splitlines()[1:][-_STACK_LINES:]
+    told = [rank for rank, each in failed.items() if isinstance(each, AssertionError)]
+    if told:
+        # What the plugin raised may be an echo of what another rank found.
+        rank = next((rank for rank in told if not isinstance(failed[rank], PluginRaised)), told[0])
+        return "\n".join([str(failed[rank]), f"({'; '.join([f'on rank {rank}', *gone])})", *stacks])
+    others = [f"rank {rank} raised {failure.text.strip().splitlines()[-1]}" for rank, failure in error.failures.items()]
+    return "\n".join([f"promised: {promise}", f"seen: {'; '.join([*others, *gone])}", *stacks])
+
+
+def _gone(texts: Mapping[int, str], failed: int | None) -> list[str]:
+    """What became of the ranks that did not answer. Where another one failed or died, that is the reason."""
+    died = next((rank for rank, text in texts.items() if text.startswith("died")), None)
+    cause = f"rank {died}, which had died" if failed is None else f"rank {failed}, which had failed"
+    lines = []
+    for rank, text in texts.items():
+        alone = text.startswith("died") or (failed is None and died is None)
+        became = text.splitlines()[0].removesuffix(":") if alone else f"waited for {cause}"
+        lines.append(f"rank {rank} {became}")
+    return lines

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from hyper_ckpt.contracts.platform import WHOLE_FINGERPRINT_BYTES
 from hyper_ckpt.dtypes import dtype_of
-from hyper_ckpt.testing.conformance.check import Part, expect
+from hyper_ckpt.testing.conformance.check import NotApplicable, Part, expect
 from hyper_ckpt.testing.conformance.subject import LARGE, SHAPES, STRIDED_SHAPES, Subject, content
 
 prints = Part("tensors")
@@ -93,6 +94,25 @@ def fingerprints_ignore_strides(s: Subject) -> None:
         )
 
 
+@prints
+def fingerprints_look_at_every_shard(s: Subject) -> None:
+    """Where a tensor has several shards on a rank, a change in any of them changes the fingerprint."""
+    shape = (3, 4)
+    parts = [s.shard(s.probe.make(s.dtype, shape, content(s.dtype, shape, seed))) for seed in range(4)]
+
+    def of(*seeds: int) -> bytes:
+        shards = [dataclasses.replace(parts[seed], offsets=(3 * at, 0)) for at, seed in enumerate(seeds)]
+        return s.tensors.fingerprint(shards)
+
+    seen = {of(*seeds) for seeds in ((0, 1, 2), (3, 1, 2), (0, 3, 2), (0, 1, 3), (1, 0, 2))}
+    expect(
+        len(seen) == 5,
+        "5 tensors of 3 shards each, every two with other contents in some shard, have 5 fingerprints",
+        f"{len(seen)}",
+        "go through all shards, in order: a ShardedTensor of your tensors may have several",
+    )
+
+
 def _key(s: Subject, value: object) -> object:
     return s.tensors.storage_key(s.shard(value))
 
@@ -123,6 +143,25 @@ def storage_keys_of_other_memory_differ(s: Subject) -> None:
         f"{len(keys)}",
         "the key must tell the memory, and contents say nothing of it",
     )
+
+
+@prints
+def storage_keys_of_other_elements_differ(s: Subject) -> None:
+    """Tensors over one memory that show other elements, or as another dtype, have other keys."""
+    shape = (4, 4)
+    value = s.probe.make(s.dtype, shape, content(s.dtype, shape))
+    pairs = s.probe.views(value)
+    if not pairs:
+        raise NotApplicable("the framework has no two views of one memory (PlatformProbe.views)")
+    for number, (one, other) in enumerate(pairs):
+        keys = [_key(s, one), _key(s, other)]
+        expect(
+            keys[0] != keys[1],
+            f"the tensors of pair {number} of PlatformProbe.views have two storage keys",
+            f"both have {keys[0]}",
+            "shape, offset, strides and dtype belong to the key (hyper_ckpt.builtin.numpy_tensors.memory_key): tensors "
+            "with one key are stored once, so the other one is lost in silence",
+        )
 
 
 @prints

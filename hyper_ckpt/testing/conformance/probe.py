@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_ckpt.contracts.platform import Platform
@@ -47,14 +47,27 @@ class PlatformProbe(ABC):
         """Another tensor object over the same memory as `value`. None: the framework has none."""
         return None
 
+    def views(self, value: Any) -> Sequence[tuple[Any, Any]]:
+        """Pairs of tensors over the memory of `value`, a square tensor of two dimensions with 4 elements or more. The
+        two of a pair have one shape, and are not the same elements: a tensor and its transpose, its first rows and its
+        last ones, every second row from 0 and from 1; or have other dtypes. Empty: the framework has no views."""
+        return ()
+
+    def overlapping(self, dtype: str, shape: tuple[int, ...]) -> Any | None:
+        """A tensor of this shape, whose first dimension is repeated: all along it are the same memory (made by expand
+        or broadcast). None: the framework has none."""
+        return None
+
     def meta(self, dtype: str, shape: tuple[int, ...]) -> Any | None:
         """A tensor without memory (torch's meta device). None: the framework has none."""
         return None
 
     @abstractmethod
     def join(self, rank: int, world_size: int, address: str, port: int) -> Platform:
-        """In a fresh process: joins the framework's process group of `world_size` ranks, whose rank 0 may listen on
-        `address`:`port`, and returns the platform of it."""
+        """In a fresh process: joins the framework's process group of `world_size` ranks, and returns its platform.
+
+        Rank 0 may listen on `address`:`port`; both are the same on all ranks, and one port is all there is. RANK,
+        LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as launchers do, with another port."""
 
     def run_world(self, world_size: int, fn: Callable[[Platform], Any], timeout: float) -> list[Any] | None:
         """Calls `fn` with the platform of each of `world_size` ranks at once, inside this process, and returns what the
@@ -70,9 +83,26 @@ class PlatformProbe(ABC):
 
     def sharded(self, dtype: str, shape: tuple[int, ...], data: bytes, rank: int, world_size: int) -> Any | None:
         """After `join`: the framework's own sharded tensor over all ranks, cut along some dimension as the framework
-        cuts it, also where it does not divide evenly; `data` are the bytes of the whole. None: it has none."""
+        cuts it, also where it does not divide evenly; `data` are the bytes of the whole. None: it has none.
+
+        Called on every rank, in step. Shapes have one dimension or two, no length is 0; some are shorter than there are
+        ranks. Where the framework refuses a shape (only even cuts, say), pad or answer with a `ShardedTensor`."""
+        return None
+
+    def more_sharded(
+        self, dtype: str, shape: tuple[int, ...], data: bytes, rank: int, world_size: int
+    ) -> Sequence[Any]:
+        """The same tensor sharded in every other way that the framework knows: along another dimension, over several
+        mesh dimensions, one dimension cut twice and in either order, replicated in part, by some ranks only, in several
+        pieces. As many, in the same order, on all ranks; those that do not fit the shape are left out."""
+        return ()
+
+    def misshapen(self, dtype: str, shape: tuple[int, ...], rank: int, world_size: int) -> Any | None:
+        """A sharded tensor whose part here has another shape than its sharding says, as after a wrong resize. None: the
+        framework cannot have one."""
         return None
 
     def local_raw(self, value: Any) -> bytes:
-        """The bytes of this rank's part of a tensor of `sharded`."""
+        """The bytes of this rank's part of a tensor of `sharded` or `more_sharded`, row-major; of several pieces one
+        after the other, in the order of `Tensors.local_shards`; empty where it has none."""
         raise NotImplementedError

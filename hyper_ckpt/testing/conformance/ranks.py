@@ -37,6 +37,11 @@ def wait_for(s: Subject, key: str) -> bytes:
     )
 
 
+def need(s: Subject, size: int) -> None:
+    if s.ranks.world_size < size:
+        raise NotApplicable(f"needs a world of {size} ranks (--ranks, or world_size of the suite)")
+
+
 @world
 def ranks_are_numbered(s: Subject) -> None:
     """Each process has its own rank, 0 to world_size - 1, and all know the world's size."""
@@ -141,15 +146,10 @@ def broadcasts_in_flight(s: Subject) -> None:
         same_bytes(buffer.tobytes(), pattern(src, 10_000), "a buffer is filled when its wait returns", _SRC)
 
 
-def _need(s: Subject, size: int) -> None:
-    if s.ranks.world_size < size:
-        raise NotApplicable(f"needs a world of {size} ranks")
-
-
 @world
 def broadcasts_in_disjoint_groups(s: Subject) -> None:
     """Groups without common ranks broadcast at the same time, each its own bytes."""
-    _need(s, 4)
+    need(s, 4)
     everybody = range(s.ranks.world_size)
     sets = [tuple(everybody[0::2]), tuple(everybody[1::2])]
     for members, group in zip(sets, s.ranks.groups(sets), strict=True):
@@ -161,7 +161,7 @@ def broadcasts_in_disjoint_groups(s: Subject) -> None:
 @world
 def broadcasts_in_overlapping_groups(s: Subject) -> None:
     """A rank may be in several groups, and broadcasts in one after another; other ranks' buffers stay."""
-    _need(s, 3)
+    need(s, 3)
     last = s.ranks.world_size - 1
     sets = [(0, 1), (1, 2), (0, last), tuple(range(1, last + 1)), tuple(range(last + 1))]
     for members, group in zip(sets, s.ranks.groups(sets), strict=True):
@@ -173,7 +173,7 @@ def broadcasts_in_overlapping_groups(s: Subject) -> None:
 @world
 def groups_of_others_are_none(s: Subject) -> None:
     """`groups` gives None for sets that this rank is not in, and a handle for the others."""
-    _need(s, 2)
+    need(s, 2)
     sets = [(0,), tuple(range(1, s.ranks.world_size)), tuple(range(s.ranks.world_size))]
     got = [handle is not None for handle in s.ranks.groups(sets)]
     wanted = [s.ranks.rank in members for members in sets]
@@ -282,3 +282,46 @@ def the_mailbox_needs_no_other_rank(s: Subject) -> None:
             s.ranks.mailbox.delete(f"alone/{turn}")
     got_all = s.ranks.all_gather_object(s.ranks.rank)
     expect(got_all == list(range(s.ranks.world_size)), "the collective completes", f"{got_all}", "see Ranks")
+
+
+@world
+def the_mailbox_serves_a_rank_in_a_collective(s: Subject) -> None:
+    """Other threads of a rank use the mailbox while its main thread waits in a collective."""
+    need(s, 2)
+    late, rank = s.ranks.world_size - 1, s.ranks.rank
+    problems: list[str] = []
+
+    def work() -> None:
+        try:
+            for turn in range(20):  # until the main thread is surely in its collective
+                s.ranks.mailbox.set(f"beside/{rank}/{turn}", b"x")
+                s.ranks.mailbox.get(f"beside/{rank}/{turn}")
+                s.ranks.mailbox.delete(f"beside/{rank}/{turn}")
+                time.sleep(0.02)
+            s.ranks.mailbox.set(f"beside/{rank}", b"done")
+        except Exception as error:
+            problems.append(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=work, daemon=True)
+    if rank != late:
+        thread.start()
+    else:
+        _wait_beside(s, late)
+    s.ranks.all_gather_object(None)
+    if rank != late:
+        thread.join(s.timeout)
+    expect(not problems, "the mailbox serves other threads of a rank in a collective", f"{problems[:1]}", "see Mailbox")
+
+
+def _wait_beside(s: Subject, late: int) -> None:
+    deadline = time.monotonic() + s.timeout
+    missing = set(range(late))
+    while missing:
+        missing = {rank for rank in missing if s.ranks.mailbox.get(f"beside/{rank}") is None}
+        expect(
+            time.monotonic() < deadline,
+            "threads of a rank whose main thread waits in a collective use the mailbox",
+            f"those of ranks {sorted(missing)} do not get on while this rank has not come to the collective",
+            "no lock, connection or interpreter lock may be held by both: give the mailbox a connection of its own",
+        )
+        time.sleep(0.005)

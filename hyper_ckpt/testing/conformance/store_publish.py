@@ -10,7 +10,8 @@ from hyper_ckpt.contracts.store import ByteStore, Expect
 from hyper_ckpt.errors import CheckpointReplacedError
 from hyper_ckpt.testing.conformance.check import Part, expect
 from hyper_ckpt.testing.conformance.store_objects import holds, lists
-from hyper_ckpt.testing.conformance.store_subject import StoreSubject, at_once, get, raises
+from hyper_ckpt.testing.conformance.store_subject import StoreSubject, get, raises
+from hyper_ckpt.testing.conformance.threads import at_once
 from hyper_ckpt.testing.launch import launch
 
 publishing = Part("publishing")
@@ -159,7 +160,13 @@ def readers_see_old_or_new(s: StoreSubject) -> None:
             assert got in contents, f"{len(got)} bytes of {sorted(set(got))}"
 
     problems = [each for each in at_once([write, read, read]) if each is not None]
-    expect(not problems, "readers see the old bytes or the new", f"{problems[:1]}", "write beside it, then rename")
+    expect(
+        not problems,
+        "readers see the old bytes whole or the new bytes whole",
+        f"{problems[:1]}",
+        "publish: put the bytes in place in one step (beside it, then rename); read: get the object in one request, "
+        "or compare its etag before and after, as the inherited one does",
+    )
 
 
 @processes

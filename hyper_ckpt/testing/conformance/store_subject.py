@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 from hyper_ckpt.contracts.store import Bytes, ByteStore, Expect
+from hyper_ckpt.testing.conformance.blame import where
 from hyper_ckpt.testing.conformance.check import fail
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,23 +46,12 @@ def get(store: ByteStore, name: str, start: int, length: int) -> bytes:
     return bytes(data)
 
 
-def at_once(calls: Sequence[Callable[[], T]]) -> list[T | Exception]:
-    """Runs the calls in threads that start together. Returns what each returned or raised."""
-    barrier = threading.Barrier(len(calls))
+def raises(call: Callable[[], object], kind: type[Exception], text: str, promised: str, change: str = "") -> None:
+    """Fails unless the call raises an error of this kind, with `text` (a regular expression) in its message.
 
-    def run(call: Callable[[], T]) -> T | Exception:
-        barrier.wait()
-        try:
-            return call()
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return list(pool.map(run, calls))
-
-
-def raises(call: Callable[[], object], kind: type[Exception], text: str, promised: str) -> None:
-    """Fails unless the call raises an error of this kind, with `text` (a regular expression) in its message."""
+    Args:
+        change: what to change, if it does not; empty: to raise `kind`.
+    """
     try:
         result = call()
     except kind as error:
@@ -74,5 +59,6 @@ def raises(call: Callable[[], object], kind: type[Exception], text: str, promise
             fail(f"{promised}; the message has {text!r}", f"the message {str(error)!r}", "say it, and name the object")
         return
     except Exception as error:
-        fail(promised, f"{type(error).__name__}: {error}", f"raise {kind.__name__}, with this as its cause")
-    fail(promised, f"it returned {result!r:.60}", f"raise {kind.__name__}")
+        seen = "\n".join([f"{type(error).__name__}: {error}", *where(error)])
+        fail(promised, seen, change or f"raise {kind.__name__}, with this as its cause")
+    fail(promised, f"it returned {result!r:.60}", change or f"raise {kind.__name__}")

@@ -29,12 +29,15 @@ class Subject:
     Args:
         folder: that the check may use; the same on all ranks.
         timeout: seconds for saves and loads that are to succeed.
+        active_before: what `active` of each announced platform said before this process joined the world; None where
+            it joined none.
     """
 
     probe: PlatformProbe
     platform: Platform
     folder: Path
     timeout: float = 60.0
+    active_before: dict[str, int] | None = None
 
     @property
     def tensors(self) -> Tensors:

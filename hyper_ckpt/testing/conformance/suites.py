@@ -20,7 +20,7 @@ import pytest
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.testing.conformance.check import Check, ChoiceError, NotApplicable, reasons_of
 from hyper_ckpt.testing.conformance.platform import PLATFORM_CHECKS, PlatformBench
-from hyper_ckpt.testing.conformance.store import STORE_CHECKS, run_on
+from hyper_ckpt.testing.conformance.store import LIMIT_SECONDS, STORE_CHECKS, run_on
 
 _BENCH = pytest.StashKey[PlatformBench]()
 
@@ -102,15 +102,20 @@ class PlatformSuite(Suite):
 
 
 class StoreSuite(Suite):
-    """The contract of `ByteStore` as tests: subclasses define `make_store`."""
+    """The contract of `ByteStore` as tests: subclasses define `make_store`.
+
+    `timeout` is the seconds that a check may take.
+    """
+
+    timeout: ClassVar[float] = LIMIT_SECONDS
 
     def make_store(self, tmp_path: Path) -> ByteStore:
         """A store over a root that nobody has used; the same root for the same `tmp_path`."""
         raise NotImplementedError
 
     @pytest.fixture
-    def bench(self, tmp_path: Path) -> Callable[[], ByteStore]:
-        return lambda: self.make_store(tmp_path)
+    def bench(self, tmp_path: Path) -> Callable[[Check], None]:
+        return lambda check: run_on(check, lambda: self.make_store(tmp_path), self.timeout)
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> ByteStore:
@@ -119,4 +124,4 @@ class StoreSuite(Suite):
 
 
 _complete(PlatformSuite, PLATFORM_CHECKS, lambda bench, check: bench.run(check))
-_complete(StoreSuite, STORE_CHECKS, lambda open_store, check: run_on(check, open_store))
+_complete(StoreSuite, STORE_CHECKS, lambda bench, check: bench(check))

@@ -6,8 +6,9 @@ import numpy as np
 
 from hyper_ckpt.contracts.platform import TensorDescription
 from hyper_ckpt.dtypes import BY_NAME, dtype_of
+from hyper_ckpt.errors import TargetError
 from hyper_ckpt.layout import Replicated
-from hyper_ckpt.testing.conformance.check import NotApplicable, Part, expect
+from hyper_ckpt.testing.conformance.check import NotApplicable, Part, expect, fail
 from hyper_ckpt.testing.conformance.subject import STRIDED_SHAPES, Subject, content, same_bytes
 
 tensors = Part("tensors")
@@ -47,12 +48,24 @@ def describe_gives_the_same_answer_twice(s: Subject) -> None:
     s.same(value, data, "describe changes nothing", "do not write to the tensor in Tensors.describe")
 
 
+def described(s: Subject, value: object) -> TensorDescription | None:
+    """What `describe` says of a value that is no tensor."""
+    try:
+        return s.tensors.describe(value)
+    except Exception as error:
+        fail(
+            "describe gives None for what is no tensor",
+            f"for a {type(value).__name__}, {type(error).__name__}: {error}",
+            "decide by the value's type alone, before looking at anything else: if not isinstance(value, ...)",
+        )
+
+
 @tensors
 def describe_knows_only_tensors(s: Subject) -> None:
     """`describe` gives None for what is no tensor: numbers, texts, None, containers of tensors, types."""
     tensor = s.probe.make(s.dtype, (2,), content(s.dtype, (2,)))
     for value in (None, 3, 2.5, True, "text", b"bytes", object(), [tensor], (tensor,), {"a": tensor}, type(tensor)):
-        got = s.tensors.describe(value)
+        got = described(s, value)
         expect(
             got is None,
             "describe gives None for what is no tensor",
@@ -166,57 +179,6 @@ def writes_keep_the_memory(s: Subject) -> None:
 
 
 @tensors
-def empty_makes_what_was_described(s: Subject) -> None:
-    """`empty(description)` makes a tensor of that dtype and shape, with memory that can be written."""
-    for dtype, shape, data in s.cases():
-        wanted = TensorDescription(dtype, shape, Replicated())
-        value = s.tensors.empty(wanted)
-        got = s.tensors.describe(value)
-        expect(got == wanted, f"empty makes {wanted}", f"{got}", "make the tensor that is described in Tensors.empty")
-        s.put(value, data)
-        got_bytes = s.copied_out(value, len(data))
-        same_bytes(got_bytes, data, f"a new {dtype} tensor of {shape} keeps what is written", "see Tensors.empty")
-
-
-@tensors
-def empty_like_a_tensor(s: Subject) -> None:
-    """`empty(description, like=value)` makes a tensor as `value` is, in memory of its own."""
-    shape = (3, 4)
-    data, new = content(s.dtype, shape), content(s.dtype, shape, 1)
-    like = s.probe.make(s.dtype, shape, data)
-    wanted = s.tensors.describe(like)
-    assert wanted is not None
-    value = s.tensors.empty(wanted, like)
-    got = s.tensors.describe(value)
-    expect(got == wanted, f"empty(description, like) makes {wanted}", f"{got}", "take layout and device from `like`")
-    on_host = [s.tensors.host_view(s.shard(each)) is not None for each in (like, value)]
-    expect(on_host[0] == on_host[1], "the new tensor is on like's device", "it is not", "make it on the device of like")
-    s.put(value, new)
-    s.same(like, data, "the new tensor has memory of its own", "do not return `like` or a view of it")
-    s.same(value, new, "the new tensor keeps what is written", "make it a plain tensor of the framework")
-
-
-@tensors
-def meta_tensors(s: Subject) -> None:
-    """A tensor without memory says so, and `empty` makes one with memory from it."""
-    shape = (3, 4)
-    for dtype in s.probe.dtypes:
-        meta = s.probe.meta(dtype, shape)
-        if meta is None:
-            raise NotApplicable("the framework has no tensors without memory (PlatformProbe.meta)")
-        got = s.tensors.describe(meta)
-        wanted = TensorDescription(dtype, shape, Replicated(), has_memory=False)
-        expect(got == wanted, f"describe gives {wanted}", f"{got}", "say has_memory=False in Tensors.describe")
-        made = s.tensors.describe(s.tensors.empty(wanted, meta))
-        expect(
-            made == TensorDescription(dtype, shape, Replicated()),
-            "empty(description, like=meta) makes a tensor with memory",
-            f"{made}",
-            "where `like` has no memory, make the tensor on the default device",
-        )
-
-
-@tensors
 def views_are_written_through_numpy(s: Subject) -> None:
     """`writable` views, where given, are writeable numpy arrays of the carrier, in the shard's shape."""
     for dtype, shape, data in s.cases():
@@ -231,3 +193,20 @@ def views_are_written_through_numpy(s: Subject) -> None:
             f"{got}",
             "return the same array as host_view, writeable",
         )
+
+
+@tensors
+def overlapping_tensors_are_no_targets(s: Subject) -> None:
+    """`writable` raises TargetError for a tensor of which several elements are the same memory."""
+    value = s.probe.overlapping(s.dtype, (3, 4))
+    if value is None:
+        raise NotApplicable("the framework has no tensors that overlap themselves (PlatformProbe.overlapping)")
+    try:
+        s.tensors.writable(s.shard(value))
+    except TargetError:
+        return
+    fail(
+        "writable raises TargetError where several elements are the same memory",
+        "it raised nothing",
+        "see hyper_ckpt.builtin.numpy_tensors.overlaps_itself; also where writable gives None",
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -87,6 +88,15 @@ class Probe(PlatformProbe):
     def tied(self, value: Any) -> Any | None:
         return value.view(tuple(value.shape))
 
+    def views(self, value: Any) -> Sequence[tuple[Any, Any]]:
+        half = value.shape[0] // 2
+        rows = (value[:half], value[half : 2 * half])
+        return [(value, mint.permute(value, (1, 0))), rows, (value[::2], value[1::2])]
+
+    def overlapping(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        count = int(np.prod(shape[1:])) * BY_NAME[dtype].carrier.itemsize
+        return mint.broadcast_to(self.make(dtype, shape[1:], bytes(count)), shape)
+
     def join(self, rank: int, world_size: int, address: str, port: int) -> Platform:
         self._store = dist.TCPStore(address, port, world_size=world_size, is_master=rank == 0, timeout=_TIMEOUT)
         _init_with_store(
@@ -100,10 +110,27 @@ class Probe(PlatformProbe):
     def sharded(self, dtype: str, shape: tuple[int, ...], data: bytes, rank: int, world_size: int) -> Any | None:
         """Cut along the first dimension. MindSpore has no such tensor of its own; its layouts are always even."""
         rows = -(-shape[0] // world_size)
-        start, end = min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])
-        part = np.frombuffer(data, BY_NAME[dtype].carrier).reshape(shape)[start:end]
-        value = self.make(dtype, part.shape, part.tobytes())
-        return ShardedTensor([(value, (start,) + (0,) * (len(shape) - 1))], shape)
+        return self._pieces(dtype, shape, data, [slice(rank * rows, (rank + 1) * rows)])
+
+    def more_sharded(
+        self, dtype: str, shape: tuple[int, ...], data: bytes, rank: int, world_size: int
+    ) -> Sequence[Any]:
+        """Every so many rows, each a piece of its own."""
+        return [self._pieces(dtype, shape, data, [slice(r, r + 1) for r in range(rank, shape[0], world_size)])]
+
+    def misshapen(self, dtype: str, shape: tuple[int, ...], rank: int, world_size: int) -> Any:
+        larger = (shape[0] + 1, *shape[1:])
+        data = bytes(int(np.prod(larger)) * BY_NAME[dtype].carrier.itemsize)
+        return ShardedTensor([(self.make(dtype, larger, data), (0,) * len(shape))], shape)
+
+    def _pieces(self, dtype: str, shape: tuple[int, ...], data: bytes, rows: Sequence[slice]) -> ShardedTensor:
+        whole = np.frombuffer(data, BY_NAME[dtype].carrier).reshape(shape)
+        shards = []
+        for each in rows or [slice(0, 0)]:
+            start, stop, _ = each.indices(shape[0])
+            part = whole[start:stop]
+            shards.append((self.make(dtype, part.shape, part.tobytes()), (start, *(0 for _ in shape[1:]))))
+        return ShardedTensor(shards, shape)
 
     def local_raw(self, value: Any) -> bytes:
         return b"".join(self.raw(data) for data, _ in value.shards)

@@ -7,12 +7,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import mindspore as ms
 import mindspore.mint.distributed as dist
 
 from hyper_ckpt.contracts.platform import ByteBuffer, Done, Pending, Ranks
 from hyper_ckpt.errors import PlanError, PlatformError
 from hyper_ckpt_mindspore.collectives import Group, group_of, world_name
 from hyper_ckpt_mindspore.mailbox import StoreMailbox, open_mailbox
+
+# Of mccl, MindSpore's collectives on the CPU: the limit is in its code, the speed is an estimate.
+_MCCL_SECONDS = 30.0
+_MCCL_BYTES_PER_SECOND = 50e6
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,8 @@ class MindSporeRanks(Ranks):
     """The members of a group, numbered 0..world_size-1 as there, two or more.
 
     Collectives run on the group itself, in the caller's thread: on the CPU groups share their connections, so that
-    two threads would take each other's messages. MindSpore limits how long they may take, `timeout` does not.
+    two threads would take each other's messages. MindSpore limits how long they may take, `timeout` does not: on the
+    CPU that is `fixed_timeout`.
 
     Args:
         group: name of a group of MindSpore that this process is a member of; None is the world group.
@@ -47,6 +53,8 @@ class MindSporeRanks(Ranks):
         self._store, self._mailbox_host = store, mailbox_host
         self.global_ranks = self._group.ranks
         self._groups: dict[tuple[int, ...], RankGroup] = {}
+        if ms.get_context("device_target") == "CPU":
+            self.fixed_timeout, self.broadcast_bandwidth = _MCCL_SECONDS, _MCCL_BYTES_PER_SECOND
 
     @property
     def rank(self) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from hyper_ckpt.contracts.platform import Platform
 from hyper_ckpt.dtypes import BY_NAME
@@ -29,6 +30,7 @@ class TorchProbe(PlatformProbe):
     def __init__(self) -> None:
         self._device = _device(int(os.environ.get("LOCAL_RANK", "0")))
         self._mesh: DeviceMesh | None = None
+        self._mesh_2d: DeviceMesh | None = None
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -61,6 +63,15 @@ class TorchProbe(PlatformProbe):
     def tied(self, value: Any) -> Any:
         return value.detach()
 
+    def views(self, value: Any) -> Sequence[tuple[Any, Any]]:
+        half = len(value) // 2
+        pairs = [(value, value.T), (value[:half], value[half : 2 * half]), (value[::2], value[1::2])]
+        size = value.dtype.itemsize
+        return [*pairs, (value, value.view(_INTEGERS[size]))] if size in _INTEGERS else pairs
+
+    def overlapping(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(shape[1:], dtype=getattr(torch, dtype), device=self._device).expand(shape)
+
     def meta(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
@@ -73,6 +84,8 @@ class TorchProbe(PlatformProbe):
             timeout=timedelta(seconds=60),
         )
         self._mesh = init_device_mesh(self._device.type, (world_size,))
+        if world_size % 2 == 0:
+            self._mesh_2d = init_device_mesh(self._device.type, (world_size // 2, 2))
         return load()
 
     def leave(self) -> None:
@@ -82,6 +95,22 @@ class TorchProbe(PlatformProbe):
         whole = self.make(dtype, shape, data)
         # Every rank has the whole: it takes its part, and nothing is sent.
         return distribute_tensor(whole, self._mesh, [Shard(0)], src_data_rank=None)
+
+    def more_sharded(
+        self, dtype: str, shape: tuple[int, ...], data: bytes, rank: int, world_size: int
+    ) -> Sequence[DTensor]:
+        whole, last = self.make(dtype, shape, data), len(shape) - 1
+        made = [distribute_tensor(whole, self._mesh, [Shard(last)], src_data_rank=None)] if last else []
+        if self._mesh_2d is not None:
+            for placements in ([Shard(0), Shard(last)], [Shard(last), Shard(0)], [Replicate(), Shard(last)]):
+                made.append(distribute_tensor(whole, self._mesh_2d, placements, src_data_rank=None))
+        return made
+
+    def misshapen(self, dtype: str, shape: tuple[int, ...], rank: int, world_size: int) -> DTensor:
+        local = torch.zeros((shape[0] + 1, *shape[1:]), dtype=getattr(torch, dtype), device=self._device)
+        return DTensor.from_local(
+            local, self._mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=local.stride()
+        )
 
     def local_raw(self, value: Any) -> bytes:
         return self.raw(value.to_local())

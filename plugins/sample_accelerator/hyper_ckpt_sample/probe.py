@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hyper_ckpt.contracts.platform import Platform
@@ -47,6 +48,14 @@ class Probe(PlatformProbe):
     def tied(self, value: Tensor) -> Tensor:
         return value.alias()
 
+    def views(self, value: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
+        half, whole = value.shape[0] // 2, slice(None)
+        rows = [value[slice(None, half), whole], value[slice(half, 2 * half), whole]]
+        return [(value, value.transpose()), (rows[0], rows[1]), (rows[0], value[slice(None, None, 2), whole])]
+
+    def overlapping(self, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        return framework.empty(_OWN_NAMES[dtype], shape[1:]).broadcast(shape[0])
+
     def meta(self, dtype: str, shape: tuple[int, ...]) -> Tensor:
         return framework.described(_OWN_NAMES[dtype], shape)
 
@@ -65,6 +74,26 @@ class Probe(PlatformProbe):
             return None
         spec = ("ranks", *(None for _ in shape[1:]))
         return framework.shard(_OWN_NAMES[dtype], shape, data, Sharding((("ranks", world_size),), spec), rank)
+
+    def more_sharded(
+        self, dtype: str, shape: tuple[int, ...], data: bytes, rank: int, world_size: int
+    ) -> Sequence[Sharded]:
+        """Several axes, in each order and dimension, and ranks from 1 on."""
+        lengths = (world_size // 2, 2) if world_size % 2 == 0 else (world_size, 1)
+        axes = tuple(zip(("slow", "fast"), lengths, strict=True))
+        shardings = [Sharding(axes, self._last(shape, names)) for names in ("fast", ("slow", "fast"), ("fast", "slow"))]
+        if len(shape) == 2:
+            shardings += [Sharding(axes, ("slow", "fast")), Sharding(axes, ("fast", "slow"))]
+        if world_size > 1:
+            shardings.append(Sharding((("some", world_size - 1),), self._last(shape, "some"), first_rank=1))
+        return [framework.shard(_OWN_NAMES[dtype], shape, data, each, rank) for each in shardings]
+
+    def misshapen(self, dtype: str, shape: tuple[int, ...], rank: int, world_size: int) -> Sharded:
+        local = framework.empty(_OWN_NAMES[dtype], (shape[0] + 1, *shape[1:]))
+        return Sharded(local, shape, Sharding((("ranks", world_size),), ("ranks", *(None for _ in shape[1:]))))
+
+    def _last(self, shape: tuple[int, ...], names: str | tuple[str, ...]) -> tuple[str | tuple[str, ...] | None, ...]:
+        return (*(None for _ in shape[1:]), names)
 
     def local_raw(self, value: Any) -> bytes:
         local: Tensor = value.local

@@ -77,7 +77,7 @@ class SampleRanks(Ranks):
             raise PlanError(f"a broadcast from rank {src} to rank {self._rank} in the group of ranks {members}")
         key = self._next_key(members)
         if self._rank != src:
-            return _Arriving(self, key, src, tuple(buffers))
+            return _Arriving(self, key, src, tuple(buffers), time.monotonic())
         if len(members) > 1:
             self._post(key, b"".join(buffer.tobytes() for buffer in buffers), len(members) - 1)
         return Done()
@@ -97,14 +97,15 @@ class SampleRanks(Ranks):
             if self._hub is not None:
                 self._hub.close(patience)
 
-    def take(self, key: str, sender: int) -> bytes:
-        """What another rank posts, once; waits for it.
+    def take(self, key: str, sender: int, since: float | None = None) -> bytes:
+        """What another rank posts, once; waits for it, up to `timeout` from `since` (of `time.monotonic`) or now on.
 
         Raises:
             RankFailedError: the sender is gone.
             RankTimeoutError: it did not post in time.
         """
-        client, deadline, pause = self._connected(), time.monotonic() + self.timeout, _FIRST_POLL
+        client, pause = self._connected(), _FIRST_POLL
+        deadline = (time.monotonic() if since is None else since) + self.timeout
         while True:
             status, data = client.call(Op.TAKE, key, struct.pack("<I", sender))
             if status == Status.OK:
@@ -150,9 +151,10 @@ class _Arriving:
     key: str
     src: int
     buffers: tuple[ByteBuffer, ...]
+    since: float
 
     def wait(self) -> None:
-        data = np.frombuffer(self.ranks.take(self.key, self.src), np.uint8)
+        data = np.frombuffer(self.ranks.take(self.key, self.src, self.since), np.uint8)
         sizes = [buffer.nbytes for buffer in self.buffers]
         if sum(sizes) != len(data):
             raise PlanError(f"rank {self.src} sent {len(data)} bytes, {sum(sizes)} were expected")

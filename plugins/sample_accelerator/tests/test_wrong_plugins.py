@@ -62,6 +62,21 @@ class ObjectsAsKeys(SampleTensors):
         return id(shard.data)
 
 
+class MemoryAsKeys(SampleTensors):
+    def storage_key(self, shard):
+        return (id(shard.data.memory), shard.sizes, shard.data.dtype, shard.data.offset) if shard.data.size else None
+
+
+class WritesAnywhere(SampleTensors):
+    def writable(self, shard):
+        return None
+
+
+class FirstShardOnly(SampleTensors):
+    def fingerprint(self, shards):
+        return super().fingerprint(shards[:1])
+
+
 class WrongProbe(Probe):
     def __init__(self, stager: Callable[[], Stager], tensors: Callable[[int, int], Tensors]) -> None:
         parts = CompositeTensors([tensors(0, 1)])
@@ -81,6 +96,9 @@ class WrongProbe(Probe):
         (DoesNotWait, "waiting_in_another_thread"),
         (CopiesMemoryNotElements, "copy_out_of_strided_tensors"),
         (WritesIntoACopy, "copy_in_to_strided_tensors"),
+        (MemoryAsKeys, "storage_keys_of_other_elements_differ"),
+        (WritesAnywhere, "overlapping_tensors_are_no_targets"),
+        (FirstShardOnly, "fingerprints_look_at_every_shard"),
         (ObjectsAsKeys, "storage_keys_of_tied_tensors_are_equal"),
     ],
     ids=lambda each: each if isinstance(each, str) else each.__name__,
