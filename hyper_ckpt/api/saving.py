@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 from hyper_ckpt.agreement import Operation
+from hyper_ckpt.api.collector import paused_collector
 from hyper_ckpt.api.common import attempt, few
 from hyper_ckpt.api.plans import plans_of
 from hyper_ckpt.api.reporting import Reporter
@@ -76,6 +77,7 @@ class Saving:
         self._columns: Columns | None = None
         self._manifest: Manifest | None = None
 
+    @paused_collector()
     def begin(self, state: dict[Any, Any]) -> BegunTogether:
         """The first part, in the caller's thread: prepare, meet, exchange, decide, plan."""
         prepared, error = attempt(lambda: self._part.prepare(state))
@@ -177,6 +179,7 @@ class Saving:
         """A plan, an earlier one if nothing has changed. Boxes that are listed one by one are in no world's key."""
         return make() if loose else plans_of(self.call.platform).get(self.call.planner, world, rank, make)
 
+    @paused_collector()
     def _publish(self, votes: list[bytes], begun: BegunTogether) -> bytes:
         """At rank 0, when all have written: compares what was written with the plan, and commits."""
         call, decision = self.call, begun.decision

@@ -32,7 +32,8 @@ def choose_sharing(
 
     def measure() -> Sample:
         if _KEPT not in platform.kept:
-            platform.kept[_KEPT] = broadcast_bandwidth(platform.ranks)
+            stated = platform.ranks.broadcast_bandwidth
+            platform.kept[_KEPT] = broadcast_bandwidth(platform.ranks) if stated is None else stated
         # All at the same time: they may share what bandwidth there is.
         nbytes, seconds = read_sample(store, files, platform.ranks.rank)
         return Sample(wanted, whole, nbytes, seconds, platform.kept[_KEPT])
