@@ -167,6 +167,26 @@ def conformance_command(
         raise click.exceptions.Exit(code)
 
 
+@cli.command("bench")
+@click.argument("path", type=click.Path(exists=True, file_okay=False))
+@click.option("--mib", type=click.IntRange(16), default=256, show_default=True, help="Size of the state that is saved.")
+@click.option("--repetitions", type=click.IntRange(1), default=5, show_default=True, help="How often each is timed.")
+@json_option
+@debug_option
+def bench_command(path: str, mib: int, repetitions: int, as_json: bool) -> None:
+    """Measure the disk at PATH, and saves and loads as a fraction of what it can do.
+
+    Everything takes turns in one run; a new folder is made in PATH, and removed.
+    """
+    from hyper_ckpt.cli import bench
+
+    lines = bench.run(path, mib, repetitions)
+    if as_json:
+        click.echo(text.as_json({"mib": mib, "lines": [dataclasses.asdict(line) for line in lines]}))
+    else:
+        _print(bench.as_text(lines))
+
+
 def _print(lines: Iterable[str]) -> None:
     """Writes in large pieces: click flushes each of them."""
     pending: list[str] = []
