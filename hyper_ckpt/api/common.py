@@ -133,6 +133,7 @@ class RememberedTensors(Tensors):
         # The values are kept: a freed one's id would come again.
         self._described: dict[int, tuple[Any, TensorDescription | None]] = {}
         self._shards: dict[int, tuple[Any, list[LocalShard]]] = {}
+        self._keys: dict[int, tuple[LocalShard, Hashable | None]] = {}
 
     def describe(self, value: Any) -> TensorDescription | None:
         if id(value) not in self._described:
@@ -157,7 +158,9 @@ class RememberedTensors(Tensors):
         return self._inner.empty(description, like)
 
     def storage_key(self, shard: LocalShard) -> Hashable | None:
-        return self._inner.storage_key(shard)
+        if id(shard) not in self._keys:
+            self._keys[id(shard)] = (shard, self._inner.storage_key(shard))
+        return self._keys[id(shard)][1]
 
 
 def tensor_test(tensors: Tensors) -> Callable[[Any], bool]:
