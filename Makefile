@@ -7,7 +7,8 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-SOURCES := pyproject.toml platforms/torch/pyproject.toml platforms/mindspore/pyproject.toml plugins/sample_accelerator/pyproject.toml constraints.txt requirements-dev.txt
+SOURCES := pyproject.toml platforms/torch/pyproject.toml platforms/mindspore/pyproject.toml plugins/sample_accelerator/pyproject.toml \
+	plugins/lightning/pyproject.toml plugins/transformers/pyproject.toml constraints.txt requirements-dev.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -22,7 +23,8 @@ $(INSTALLED): $(SOURCES)
 		|| { echo "The development set-up needs Python 3.11 or 3.12: make PYTHON=python3.11 ..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-		-c constraints.txt -r requirements-dev.txt -e . -e platforms/torch -e platforms/mindspore -e plugins/sample_accelerator
+		-c constraints.txt -r requirements-dev.txt -e . -e platforms/torch -e platforms/mindspore -e plugins/sample_accelerator \
+		-e plugins/lightning -e plugins/transformers
 	@touch $@
 
 setup: $(INSTALLED)  ## make the virtual environment with everything in it

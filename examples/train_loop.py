@@ -46,6 +46,8 @@ def train(folder: str, steps: int, every: int) -> None:
         saved = state(0)
         if manager.restore(saved):
             set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+        else:
+            optimizer.state.clear()  # get_state_dict had moments made, as if a step had been done
         step = saved["step"]
         while step < steps and not manager.preempted:
             epoch, done = divmod(step, len(loader))

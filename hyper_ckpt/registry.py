@@ -272,7 +272,11 @@ class Registry:
         named = self.preferred or os.environ.get(PLATFORM_VARIABLE)
         if named:
             return self.platform(named)
-        votes = {spec.name for cls in leaf_types(state) for spec in self._platforms.values() if _is_of(cls, spec)}
+        votes, active = self._votes(state, inside=False), []
+        if not votes:
+            active = [s for s in self._platforms.values() if s.name != "numpy" and _is_active(s)]
+        if not votes and not active:
+            votes = self._votes(state, inside=True)
         if len(votes) > 1:
             raise MixedFrameworksError(
                 f"the state holds tensors of {' and '.join(sorted(votes))}: save each "
@@ -280,13 +284,16 @@ class Registry:
             )
         if votes:
             return self.platform(votes.pop())
-        active = [s for s in self._platforms.values() if s.name != "numpy" and _is_active(s)]
         if len(active) > 1:
             raise MixedFrameworksError(
                 f"{' and '.join(s.name for s in active)} both have a process group and the state "
                 "has no tensors of either: pass platform="
             )
         return self.platform(active[0].name if active else "numpy")
+
+    def _votes(self, state: Any, inside: bool) -> set[str]:
+        types = set(leaf_types(state, inside))
+        return {spec.name for cls in types for spec in self._platforms.values() if _is_of(cls, spec)}
 
     def _broken(self) -> str:
         return "".join(f". Plugin {name!r} failed to load: {type(e).__name__}: {e}" for name, e in self.errors.items())
@@ -364,9 +371,16 @@ def _is_of(cls: type, spec: PlatformSpec) -> bool:
     return any(base.__module__.partition(".")[0] in spec.modules for base in cls.__mro__)
 
 
-def leaf_types(value: Any) -> Iterator[type]:
-    """The types of all leaves of a nested state; some may come twice."""
+def leaf_types(value: Any, inside: bool = False) -> Iterator[type]:
+    """The types of all leaves of a nested state; some may come twice.
+
+    Args:
+        inside: look into what objects give by state_dict().
+    """
+    from hyper_ckpt.state.flatten import is_stateful
+
     stack, seen = [value], set()
+    given: list[Any] = []  # kept, so that no number is given to a second object
     while stack:
         item = stack.pop()
         if isinstance(item, dict | list | tuple | PerRank | ShardedTensor):
@@ -381,5 +395,9 @@ def leaf_types(value: Any) -> Iterator[type]:
             stack.append(item.value)
         elif isinstance(item, ShardedTensor):
             stack += [data for data, _ in item.shards]
+        elif inside and is_stateful(item) and id(item) not in seen:
+            seen.add(id(item))
+            given.append(item.state_dict())
+            stack.append(given[-1])
         else:
             yield type(item)

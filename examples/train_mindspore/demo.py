@@ -55,7 +55,7 @@ class Demo:
             with chapter("Started again, with other first weights"):
                 self.resume(run, reference)
         with chapter("The weights in PyTorch, and back"):
-            self.compare_with_torch(self.folder / run / f"step-{self.steps}")
+            self.compare_with_torch(self.folder / run / f"step-{self.steps:010d}")
         print("\nAll proofs hold.")
 
     def train(self, name: str, run: str, seed: int = 1) -> Job:

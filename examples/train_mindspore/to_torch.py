@@ -1,6 +1,6 @@
 """Loads what `Model.train` has saved into the same network in PyTorch, and back, and compares both.
 
-    python to_torch.py my_run/step-400
+    python to_torch.py my_run/step-0000000400
 
 Exit code 0 means that the weights are equal bit for bit, and the outputs but for the order of sums.
 """

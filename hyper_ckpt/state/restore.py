@@ -17,7 +17,7 @@ from hyper_ckpt.state.codec_table import CodecTable
 from hyper_ckpt.state.codecs import BUILTIN
 from hyper_ckpt.state.digests import canonical
 from hyper_ckpt.state.flatten import FlatState, is_stateful
-from hyper_ckpt.state.names import escape_key, join, shown
+from hyper_ckpt.state.names import escape_key, join, parse_key, shown
 from hyper_ckpt.state.tree import (
     BlobNode,
     ByteArrayNode,
@@ -39,6 +39,7 @@ from hyper_ckpt.state.tree import (
     TupleNode,
     children,
     encode_tree,
+    is_plain,
     unwrap,
 )
 from hyper_ckpt.values import PerRank
@@ -92,6 +93,7 @@ class _Changes:
         self._builder = builder
         self._tensors = tensors
         self._seen: dict[int, tuple[Node, str | None]] = {}
+        self._owners = 0  # objects whose states the current value is in
 
     def plan(self, value: Any, node: Node, name: str | None) -> Any:
         """What shall stand where `value` stands: mostly itself, with changes noted."""
@@ -106,17 +108,27 @@ class _Changes:
             self._per_rank(value, node, name)
             return value
         if isinstance(node, KeyedNode | SequenceNode):
-            return self._container(value, node, name) if _fits(value, node) else value
-        if isinstance(node, TensorNode | PerRankNode) or _is_container(value):
+            return self._container(value, node, name) if _fits(value, node) else self._misfit(value, node, name)
+        if isinstance(node, TensorNode | PerRankNode):
             return value
-        return self._plain(value, node, name)
+        return self._misfit(value, node, name) if _is_container(value) else self._plain(value, node, name)
 
     def _stateful(self, value: Any, state: Any, node: Node, name: str | None) -> Any:
         node = self._builder.inlined(unwrap(node), name)
-        if _is_container(state) and not _fits(state, node):
-            return value
+        self._owners += 1
         new = self.plan(state, node, name)
+        self._owners -= 1
+        if new is state and _is_container(state) and not _fits(state, node):
+            return value
         self.noted.append(lambda: value.load_state_dict(new))
+        return value
+
+    def _misfit(self, value: Any, node: Node, name: str | None) -> Any:
+        """An object decides by itself what to do with other plain values than it has; anything else stays."""
+        flat, below = self._flat, f"{name}/"
+        owned = bool(self._owners) and is_plain(node) and name not in flat.tensors and not _has_per_rank(value)
+        if owned and not any(each.startswith(below) for each in (*flat.tensors, *flat.substates)):
+            return self._builder.value(node, name)
         return value
 
     def _per_rank(self, value: PerRank, node: Node, name: str | None) -> None:
@@ -130,7 +142,12 @@ class _Changes:
         if isinstance(node, KeyedNode):
             saved = dict(zip(node.k, node.v, strict=True))
             named = ((key, escape_key(key)) for key in value)
-            new = {key: self.plan(value[key], saved[part], join(name, part)) for key, part in named if part in saved}
+            new = {
+                key: self.plan(value[key], saved.pop(part), join(name, part)) for key, part in named if part in saved
+            }
+            for part, extra in saved.items():
+                if self._owners and is_plain(extra):
+                    new[parse_key(part)] = self._builder.value(extra, join(name, part))
             self.noted.append(lambda: _set_items(value, new))
             return value
         pairs = zip(value, children(node, name), strict=True)
@@ -206,6 +223,11 @@ _KINDS: dict[type, type[Node]] = {
 
 def _is_container(value: Any) -> bool:
     return type(value) in _KINDS or isinstance(value, tuple)
+
+
+def _has_per_rank(value: Any) -> bool:
+    below = value.values() if isinstance(value, dict) else value if _is_container(value) else ()
+    return isinstance(value, PerRank) or any(map(_has_per_rank, below))
 
 
 def _fits(value: Any, node: Node) -> bool:

@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 import os
-import time
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 from mindspore.train import Callback
 
-import hyper_ckpt
-from hyper_ckpt.contracts.platform import ByteBuffer, Platform
+from hyper_ckpt.contracts.platform import Platform
+from hyper_ckpt.manager.manager import CheckpointManager
+from hyper_ckpt.manager.retention import Retention
+from hyper_ckpt.manager.schedule import SaveInterval
 from hyper_ckpt_mindspore.platform import default
 
 
 class CheckpointCallback(Callback):  # type: ignore[misc]  # MindSpore has no types
-    """Saves every few steps or minutes during `Model.train`, to `root/step-<number>`, and resumes from the newest one.
+    """Saves every few steps or minutes during `Model.train`, and at a SIGTERM, and resumes from the newest checkpoint.
 
     checkpoints = CheckpointCallback("run", every_steps=100)
     step = checkpoints.restore(model)
     model.train(epochs, dataset, callbacks=[checkpoints], initial_epoch=step // dataset.get_dataset_size())
 
-    Saved is the training network with the optimizer's state. Steps are counted over all runs; the batches of an epoch
-    that was begun are not skipped. Saves are finished in the background; the end of the training waits for them.
+    A `hyper_ckpt.CheckpointManager` of `root` does the work. Saved is the training network with the optimizer's state.
+    Steps are counted over all runs; the batches of an epoch that was begun are not skipped. Saves are finished in the
+    background; the end of the training waits for them.
+
+    At a SIGTERM to any rank, all save at the same step and stop: `preempted` is then true.
 
     Args:
-        root: a directory that all ranks see.
+        root: path or URL of the run, the same on all ranks.
         every_steps: steps between saves.
-        every_minutes: minutes between saves, as rank 0 counts them, which is asked every `ask_steps` steps.
+        every_minutes: minutes between saves, by the clock of rank 0.
         extra: more to save and to load, e.g. `{"seed": PerRank(seed)}`.
         platform: None is that of MindSpore's world group.
-        ask_steps: see above.
+        retention: which checkpoints stay; None: all.
+        metrics: numbers by name of a step that is saved, e.g. to choose the best by, made of what `Model.train` gives
+            its callbacks: `lambda now: {"loss": float(now.net_outputs)}`.
+        lead: see `hyper_ckpt.SaveInterval`; it counts calls of the callback.
+        on_sigterm: False: a SIGTERM is not looked at.
 
     Raises:
         ValueError: neither steps nor minutes are given, or not positive.
@@ -45,35 +52,38 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # MindSpore has no ty
         every_minutes: float | None = None,
         extra: dict[Any, Any] | None = None,
         platform: Platform | None = None,
-        ask_steps: int = 10,
+        retention: Retention | None = None,
+        metrics: Callable[[Any], Mapping[str, Any]] | None = None,
+        lead: int = 2,
+        on_sigterm: bool = True,
     ) -> None:
         super().__init__()
-        given = [each for each in (every_steps, every_minutes) if each is not None]
-        if not given or min(*given, ask_steps) <= 0:
+        if every_steps is None and every_minutes is None:
             raise ValueError("give every_steps or every_minutes, and only positive numbers")
-        self._root, self._extra = Path(root), extra
-        self._every_steps, self._every_seconds = every_steps, None if every_minutes is None else every_minutes * 60
-        self._ask_steps = ask_steps
-        self._platform = platform
+        self._interval = SaveInterval(steps=every_steps, minutes=every_minutes, lead=lead)
+        self._root, self._extra, self._platform = root, extra, platform
+        self._retention, self._metrics, self._on_sigterm = retention, metrics, on_sigterm
+        self._manager: CheckpointManager | None = None
         self._before = self._last_step = 0
-        self._last_time = time.monotonic()
-        self._handles: list[hyper_ckpt.SaveHandle] = []
+        self._preempted = False
 
     def restore(self, model: Any) -> int:
-        """Loads the newest complete checkpoint into what `model` trains, in place.
+        """Loads the newest complete checkpoint into what `model` trains, in place. Every rank calls it.
+
+        A damaged one is skipped with a warning.
 
         Args:
             model: a `mindspore.train.Model` with an optimizer, as on the run that saved.
 
         Returns:
             Its step; 0 if there is none.
+
+        Raises:
+            CorruptCheckpointError: there are checkpoints, and all are damaged.
         """
-        step: int = self._ranks.all_gather_object(self._newest())[0]  # on a shared disk ranks may see different ones
-        if step:
-            state = self._state(model.train_network, 0, 0)
-            hyper_ckpt.load(state, self._path(step), platform=self.platform)
-        self._before = self._last_step = step
-        return step
+        found = self.manager.restore(self._state(model.train_network, 0, 0))
+        self._before = self._last_step = 0 if found is None else found.step
+        return self._before
 
     @property
     def platform(self) -> Platform:
@@ -82,9 +92,28 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # MindSpore has no ty
             self._platform = default()
         return self._platform
 
+    @property
+    def manager(self) -> CheckpointManager:
+        """The manager of the run; a new one after each training."""
+        if self._manager is None:
+            self._manager = CheckpointManager(
+                self._root,
+                interval=self._interval,
+                retention=self._retention,
+                platform=self.platform,
+                on_sigterm=self._on_sigterm,
+            )
+        return self._manager
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the last training was told to end by a SIGTERM, and has saved."""
+        return self._preempted
+
     def on_train_begin(self, run_context: Any) -> None:
-        """Starts the clock."""
-        self._last_time = time.monotonic()
+        """Makes the manager, if `restore` did not, and starts the clock."""
+        self._preempted = False
+        _ = self.manager
 
     def on_train_step_end(self, run_context: Any) -> None:
         """Saves, if it is time to."""
@@ -92,40 +121,29 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # MindSpore has no ty
         step = self._before + int(now.cur_step_num)
         if self._is_due(step):
             state = self._state(now.train_network, step, int(now.cur_epoch_num))
-            handle = hyper_ckpt.async_save(state, self._path(step), platform=self.platform)
-            handle.wait_staged()
-            self._handles = [*(each for each in self._handles if not each.done()), handle]
-            self._last_time = time.monotonic()
+            metrics = None if self._metrics is None else self._metrics(now)
+            self.manager.async_save(step, state, metrics=metrics).wait_staged()
         self._last_step = step
+        if self.manager.preempted:
+            self._preempted = True
+            run_context.request_stop()
 
     def on_train_end(self, run_context: Any) -> None:
         """Waits for the saves that are not complete yet; raises what went wrong in them."""
         self._before = self._last_step
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.result()
+        self.close()
 
-    @property
-    def _ranks(self) -> Any:
-        return self.platform.ranks
+    def close(self) -> None:
+        """As the end of a training, for one that did not come to it."""
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.close()
 
     def _is_due(self, step: int) -> bool:
         # In sink mode several steps pass between two calls.
-        by_steps = self._every_steps is not None and step // self._every_steps > self._last_step // self._every_steps
-        if by_steps or self._every_seconds is None or step // self._ask_steps == self._last_step // self._ask_steps:
-            return by_steps
-        answer: ByteBuffer = np.array([time.monotonic() - self._last_time >= self._every_seconds], np.uint8)
-        if self._ranks.world_size > 1:
-            self._ranks.broadcast_into([answer], 0).wait()
-        return bool(answer[0])
+        passed = self._interval.comes(self._last_step, step)
+        return self.manager.should_save(step) or passed
 
     def _state(self, train_network: Any, step: int, epoch: int) -> dict[str, Any]:
         state = {"train_network": train_network.parameters_dict(), "step": step, "epoch": epoch}
         return state if self._extra is None else {**state, "extra": self._extra}
-
-    def _newest(self) -> int:
-        found = (path.parent.name.partition("-")[2] for path in self._root.glob("step-*/manifest.json"))
-        return max((int(number) for number in found if number.isdigit()), default=0)
-
-    def _path(self, step: int) -> Path:
-        return self._root / f"step-{step}"

@@ -1,5 +1,7 @@
 """CheckpointCallback under Model.train: in PyNative and graph mode, alone and on several ranks."""
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,9 +14,10 @@ import numpy as np
 import pytest
 from mindspore import nn
 from mindspore.dataset import NumpySlicesDataset
-from mindspore.train import Model
+from mindspore.train import Callback, Model
 
 import hyper_ckpt
+from hyper_ckpt import Retention
 from hyper_ckpt_mindspore import CheckpointCallback
 
 BATCHES = 5
@@ -53,7 +56,7 @@ def raw(model: Model) -> dict[str, bytes]:
 def test_training_goes_on_where_it_was(mode: None, tmp_path: Path) -> None:
     first = make_model()
     train(first, 2, [CheckpointCallback(tmp_path, every_steps=4)])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-8"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000000004", "step-0000000008"]
     train(first, 1, [CheckpointCallback(tmp_path / "later", every_steps=5)])
     at_5 = raw(first)
 
@@ -72,8 +75,8 @@ def test_training_goes_on_where_it_was(mode: None, tmp_path: Path) -> None:
     assert checkpoints.restore(second) == 10, "15 is no multiple of 10"
     train(second, 1, [checkpoints])
     train(second, 1, [checkpoints])
-    assert hyper_ckpt.read(tmp_path / "two" / "step-20")["step"] == 20
-    assert hyper_ckpt.read(tmp_path / "two" / "step-20")["epoch"] == 1
+    assert hyper_ckpt.read(tmp_path / "two" / "step-0000000020")["step"] == 20
+    assert hyper_ckpt.read(tmp_path / "two" / "step-0000000020")["epoch"] == 1
 
 
 def test_nothing_to_restore_is_step_0(tmp_path: Path) -> None:
@@ -97,18 +100,69 @@ def test_extra_values_come_along(tmp_path: Path) -> None:
 
 def test_by_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(np.arange(0.0, 1e6, 7.0))  # each look at the clock is seven seconds later
-    monkeypatch.setattr("hyper_ckpt_mindspore.callback.time", SimpleNamespace(monotonic=lambda: next(clock)))
-    train(make_model(), 4, [CheckpointCallback(tmp_path, every_minutes=0.25, ask_steps=2)])
-    # Asked after steps 2, 4, ...: 14 s have not made a quarter of a minute, 21 s have.
+    monkeypatch.setattr("hyper_ckpt.manager.schedule.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    train(make_model(), 4, [CheckpointCallback(tmp_path, every_minutes=0.25)])
     steps = sorted(int(path.name.partition("-")[2]) for path in tmp_path.iterdir())
-    assert steps
-    assert all(step % 2 == 0 for step in steps)
-    assert len(steps) < 10
+    assert 3 <= len(steps) < 15
 
 
-@pytest.mark.parametrize("wrong", [{}, {"every_steps": 0}, {"every_minutes": -1.0}, {"every_steps": 1, "ask_steps": 0}])
+def test_retention_goes_by_metrics(tmp_path: Path) -> None:
+    kept = CheckpointCallback(
+        tmp_path,
+        every_steps=5,
+        retention=Retention(last=1, best=1, metric="distance"),
+        metrics=lambda now: {"distance": abs(now.cur_step_num - 10), "loss": float(now.net_outputs.asnumpy())},
+    )
+    train(make_model(), 4, [kept])
+    steps = kept.manager.steps()
+    kept.close()
+    assert [(info.step, info.metrics["distance"]) for info in steps] == [(10, 0.0), (20, 10.0)]
+    assert all(info.metrics["loss"] is not None for info in steps)
+
+
+class SigtermAt(Callback):
+    """Sends this process a SIGTERM after some step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self._step = step
+
+    def on_train_step_begin(self, run_context: Any) -> None:
+        if run_context.original_args().cur_step_num == self._step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_sigterm_saves_and_stops(tmp_path: Path) -> None:
+    whole, told = make_model(), make_model()
+    train(whole, 3, [])
+    before = signal.getsignal(signal.SIGTERM)
+    checkpoints = CheckpointCallback(tmp_path, every_steps=100)
+    train(told, 3, [SigtermAt(BATCHES), checkpoints])
+    assert checkpoints.preempted
+    assert signal.getsignal(signal.SIGTERM) == before
+    again = make_model(seed=4)
+    step = checkpoints.restore(again)
+    assert step == BATCHES
+    train(again, 3, [checkpoints], initial_epoch=step // BATCHES)
+    assert not checkpoints.preempted
+    assert raw(again) == raw(whole)
+
+
+def test_a_damaged_checkpoint_is_skipped(tmp_path: Path) -> None:
+    train(make_model(), 2, [CheckpointCallback(tmp_path, every_steps=5)])
+    for file in (tmp_path / "step-0000000010").glob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    checkpoints = CheckpointCallback(tmp_path, every_steps=5)
+    with pytest.warns(UserWarning, match="newer ones are damaged"):
+        assert checkpoints.restore(make_model()) == 5
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("wrong", [{}, {"every_steps": 0}, {"every_minutes": -1.0}, {"every_steps": 1, "lead": 0}])
 def test_wrong_intervals_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="positive"):
+    with pytest.raises(ValueError, match=r"positive|above 0"):
         CheckpointCallback("run", **wrong)
 
 
@@ -119,7 +173,7 @@ def train_on_ranks(rank: int, world_size: int, root: str) -> tuple[int, bool]:
 
     platform = MindSporePlatform(mccl_world.group(world_size))
     model = make_model()
-    train(model, 1, [CheckpointCallback(root, every_minutes=1e-9, ask_steps=3, platform=platform)])
+    train(model, 1, [CheckpointCallback(root, every_minutes=1e-9, platform=platform)])
     mccl_world.barrier(world_size)
     again = make_model(seed=3)
     step = CheckpointCallback(root, every_steps=1, platform=platform).restore(again)
@@ -128,8 +182,9 @@ def train_on_ranks(rank: int, world_size: int, root: str) -> tuple[int, bool]:
 
 def test_on_several_ranks(mccl: Any, tmp_path: Path) -> None:
     results = mccl(train_on_ranks, str(tmp_path), world_size=2)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
-    assert results == [(3, False)] * 2, "the training went on for two steps after that"
+    # In its second call rank 0 knows how far steps are apart, and names the second next.
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000000004"]
+    assert results == [(4, False)] * 2, "the training went on for a step after that"
 
 
 def test_the_package_imports_no_mindspore() -> None:

@@ -39,7 +39,7 @@ def test_every_proof_holds(tmp_path: Path) -> None:
         "All proofs hold.",
     ):
         assert line in demo.stdout, demo.stdout
-    assert (tmp_path / "kept" / "run-0-0" / "step-100" / "manifest.json").exists()
+    assert (tmp_path / "kept" / "run-0-0" / "step-0000000100" / "manifest.json").exists()
 
 
 def test_a_run_that_fails_is_shown() -> None:

@@ -1,0 +1,5 @@
+"""hyper-ckpt in PyTorch Lightning."""
+
+from hyper_ckpt_lightning.callback import CheckpointCallback
+
+__all__ = ["CheckpointCallback"]
