@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
-from hyper_ckpt.contracts.platform import ByteBuffer, LocalShard, Pending, Stager
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.engine.budget import Budget
 from hyper_ckpt.engine.digest import Digests
 from hyper_ckpt.engine.pieces import SEGMENT_BYTES, Piece, PieceReader
+from hyper_ckpt.engine.plain_stager import PlainStager
 from hyper_ckpt.errors import CheckpointError, FileSizeError, HeaderError, ManifestError, MissingFileError
 from hyper_ckpt.manifest import Manifest
 from hyper_ckpt.receipt import (
@@ -90,7 +88,7 @@ class Stored:
         self._check(file)
         data = bytearray(piece.nbytes)
         stored = Piece(name, file.name, file.data_start + piece.start, piece.nbytes, piece.blocks())
-        reader = PieceReader(self._store, _NoStager(), Budget(SEGMENT_BYTES), SEGMENT_BYTES, lambda _: None, False)
+        reader = PieceReader(self._store, PlainStager(), Budget(SEGMENT_BYTES), SEGMENT_BYTES, lambda _: None, False)
         reader.read_run(stored, 0, memoryview(data))
         return bytes(data)
 
@@ -106,22 +104,6 @@ class Stored:
                 f"the receipt of rank {file.rank} has no digests for {file.name} at {start}, where the manifest has a "
                 "chunk: load an earlier checkpoint"
             ) from None
-
-
-class _NoStager(Stager):
-    """Plain memory, for the few bytes that are read outside a plan."""
-
-    def buffer(self, nbytes: int) -> ByteBuffer:
-        return np.empty(nbytes, np.uint8)
-
-    def release(self, buffer: ByteBuffer) -> None:
-        return None
-
-    def copy_out(self, shard: LocalShard, buffer: ByteBuffer) -> Pending:
-        raise NotImplementedError
-
-    def copy_in(self, buffer: ByteBuffer, shard: LocalShard) -> Pending:
-        raise NotImplementedError
 
 
 def read_receipt(store: ByteStore, manifest: Manifest, rank: int, listed: Mapping[str, FileRecord]) -> Receipt:

@@ -12,29 +12,14 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from hyper_ckpt.contracts.platform import ByteBuffer, Carrier, LocalShard, Pending, Stager
+from hyper_ckpt.contracts.platform import ByteBuffer, Carrier, LocalShard
 from hyper_ckpt.dtypes import dtype_of
 from hyper_ckpt.engine.budget import Budget
+from hyper_ckpt.engine.plain_stager import PlainStager
 from hyper_ckpt.engine.save import SaveJob, Source, WritePiece, write
 from hyper_ckpt.engine.shared_memory import map_file
 from hyper_ckpt.engine.writer_process import RemoteJob, RemotePiece
 from hyper_ckpt.errors import StoreError
-
-
-class _NoStager(Stager):
-    """All that is written lies in one run: nothing is staged."""
-
-    def buffer(self, nbytes: int) -> ByteBuffer:
-        return np.empty(nbytes, np.uint8)
-
-    def release(self, buffer: ByteBuffer) -> None:
-        return None
-
-    def copy_out(self, shard: LocalShard, buffer: ByteBuffer) -> Pending:
-        raise NotImplementedError
-
-    def copy_in(self, buffer: ByteBuffer, shard: LocalShard) -> Pending:
-        raise NotImplementedError
 
 
 class Worker:
@@ -79,7 +64,7 @@ class Worker:
     def _local(self, job: RemoteJob) -> SaveJob:
         return SaveJob(
             job.store,
-            _NoStager(),
+            PlainStager(),
             job.plans,
             [self._piece(p) if isinstance(p, RemotePiece) else p for p in job.pieces],
             job.save_id,
