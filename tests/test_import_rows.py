@@ -27,7 +27,7 @@ ROWS = [
     ["registry"],
     ["builtin"],
     ["api"],
-    ["manager", "testing", "cli"],
+    ["manager", "testing", "cli", "__main__"],
 ]
 ORDER = [part for row in ROWS for part in row]
 NEVER = {("engine", "planning")}  # (who, whom), although the rows would allow it

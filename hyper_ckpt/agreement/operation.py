@@ -30,8 +30,9 @@ def in_step(ranks: Ranks, number: int, call: str, timeout: float) -> int:
     """The number of this rank's next operation: its own, or a higher one where it has missed some.
 
     Ranks count their calls. One that skipped a call, because its own code failed before it, would be behind for
-    ever. It sees that where rank 0 (for rank 0: rank 1) has given up on that number in another call, and waits until
-    they come to the call that it makes.
+    ever. It sees that where rank 0 (for rank 0: rank 1) is at that number or a later one in another call: if they have
+    given up on that, it waits until they come to their next one; else it joins them there, and all see that they call
+    different things.
 
     Args:
         call: what tells calls apart, e.g. the path.
@@ -44,11 +45,10 @@ def in_step(ranks: Ranks, number: int, call: str, timeout: float) -> int:
     limit, pause = time.monotonic() + timeout, _FIRST_POLL
     while (data := mailbox.get(f"hyper-ckpt/at/{peer}")) is not None and time.monotonic() < limit:
         theirs, their_call = msgspec.msgpack.decode(data, type=tuple[int, str])
-        if theirs == number and their_call != call and _is_over(ranks, number):
+        if theirs >= number and their_call != call and _is_over(ranks, theirs):
             pause = _sleep(pause)
             continue
-        if theirs > number and their_call == call:
-            number = theirs
+        number = max(number, theirs)
         break
     mailbox.set(f"hyper-ckpt/at/{ranks.rank}", msgspec.msgpack.encode((number, call)))
     return number

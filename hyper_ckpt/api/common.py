@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
@@ -52,6 +54,8 @@ def resolve_platform(platform: Platform | str | None, state: Any, no_dist: bool)
         platform = registry().platform(platform)
     chosen = platform or registry().choose(state)
     if not no_dist:
+        if platform is None and chosen.ranks.world_size == 1:
+            _warn_of_lonely_ranks()
         return chosen
     if "alone" not in chosen.kept:
         chosen.kept["alone"] = Platform(chosen.name, SingleRank(), chosen.tensors, chosen.stager)
@@ -88,6 +92,19 @@ def in_flight(platform: Platform) -> InFlight:
     """The saves of a platform that are finished in the background."""
     found: InFlight = platform.kept.setdefault("in flight", InFlight())
     return found
+
+
+@functools.cache
+def _warn_of_lonely_ranks() -> None:
+    """Once: every process of a job that forgot its process group would save for itself, over the others."""
+    for variable in ("WORLD_SIZE", "MS_WORKER_NUM"):
+        if os.environ.get(variable, "1") not in ("0", "1"):
+            warnings.warn(
+                f"{variable}={os.environ[variable]}, but no process group is initialised: this process saves and loads "
+                "alone. Initialise it first, or say so with no_dist=True",
+                stacklevel=4,
+            )
+            return
 
 
 class SharedStage:

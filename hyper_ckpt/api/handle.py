@@ -29,6 +29,10 @@ class SaveHandle:
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[BaseException | None], object]] = []
 
+    def __repr__(self) -> str:
+        state = "failed" if self._error is not None else "complete" if self.done() else "in flight"
+        return f"<SaveHandle of {self.checkpoint_id}: {state}>"
+
     def wait_staged(self, timeout: float | None = None) -> None:
         """Waits until the state may be changed.
 

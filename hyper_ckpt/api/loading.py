@@ -80,6 +80,12 @@ class LoadReport:
     broadcasts: int
     packed_boxes: int
 
+    def __repr__(self) -> str:
+        names = ("loaded", "unfilled", "missing", "unexpected", "mismatched", "kept")
+        counts = [f"{len(getattr(self, name)):,} {name}" for name in names if getattr(self, name)]
+        read = f"{self.bytes_read:,} bytes read, {self.bytes_received:,} received"
+        return f"<LoadReport: {', '.join(counts) or 'nothing loaded'}; {read}, {sum(self.seconds.values()):.3g} s>"
+
 
 @dataclass(frozen=True, eq=False)
 class LoadCall:

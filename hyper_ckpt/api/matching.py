@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,6 +160,8 @@ class Matcher:
                 continue
             source = renamed.absent.get(d.name)
             text = d.text if source is None else f"{d.text} (map_keys looks for {source!r})"
+            if d.kind == "missing" and source is None:
+                text += self._guess(d.name, match)
             self._problems.setdefault(d.kind, []).append(text)
             if d.kind == "missing":
                 match.missing.append(d.name)
@@ -166,6 +169,16 @@ class Matcher:
                 match.mismatched.append(d.text)
                 misfits.add(d.name)
         return misfits
+
+    def _guess(self, name: str, match: Match) -> str:
+        """The saved name that was probably meant, for the first few that are missing."""
+        if len(match.missing) >= 3 or len(match.names) > 20_000:
+            return ""
+        wanted = set(self._flat.tensors)
+        free = [each for each in match.names if each not in wanted]
+        ends = [each for each in free if each.endswith(f"/{name}") or name.endswith((f"/{each}", f".{each}"))]
+        close = ends or difflib.get_close_matches(name, free, 1, 0.8)
+        return f" (did you mean {close[0]!r}?)" if close else ""
 
     def _tensor_problem(self, name: str, value: Any) -> str | None:
         description, stored = describe_tensor(name, value, self._context), self._manifest.tensor(name)
@@ -236,7 +249,15 @@ def raise_problems(problems: dict[str, list[str]], what: str) -> None:
     texts = [t for v in problems.values() for t in v]
     shown = "; ".join(texts[:10]) + (f"; and {len(texts) - 10} more (see .problems)" if len(texts) > 10 else "")
     kind = _KINDS[next(iter(problems))] if len(problems) == 1 else StateMismatchError
-    raise kind(f"{what} does not fit the state: {shown}. Nothing was loaded; strict=False loads what matches", texts)
+    raise kind(f"{what} does not fit the state: {shown}. Nothing was loaded. {_remedy(problems, what)}", texts)
+
+
+def _remedy(problems: Mapping[str, list[str]], what: str) -> str:
+    if problems.keys() == {"unexpected"}:
+        return "Give the target a place for it, or load with strict=True"
+    if problems.keys() <= {"dtype", "shape"}:
+        return "Make the target as it was saved, or read() it and convert; strict=False would leave it as it is"
+    return f"See `hyper-ckpt show {what}`; strict=False loads what matches and leaves the rest as it is"
 
 
 def refuse_unexpected(names: list[str], what: str) -> None:

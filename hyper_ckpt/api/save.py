@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,7 +142,7 @@ class Arguments:
         waited = flight.wait_room(most, timeout)
         earlier = flight.failure(most)
         if earlier is not None:
-            raise earlier
+            raise _of_earlier(earlier) from earlier
         own = self.storage_writer.checkpoint_id if self.storage_writer else None
         where = resolve_id(self.checkpoint_id, own, "storage_writer")
         store = registry().store(where)
@@ -177,3 +178,11 @@ class Arguments:
 def _reporter(call: SaveCall) -> Reporter:
     reporter = Reporter("save", call.store.url, call.platform, not call.options.progress, registry().observers())
     return reporter.start()
+
+
+def _of_earlier(error: BaseException) -> BaseException:
+    """The failure of a save in the background, as the call that hears of it raises it."""
+    text = f"an earlier save in the background failed, and nothing of this call was done: call it again. {error}"
+    told = copy.copy(error)
+    told.args = (text, *error.args[1:])
+    return told

@@ -40,9 +40,10 @@ class LogLines:
             # Of a load, and of a save without collectives, rank 0 knows its own share only.
             whole = event.call == "save" and event.checkpoint_bytes > 0
             nbytes = event.checkpoint_bytes if whole else event.bytes_done
-            share = f"{event.world_size} ranks" if whole else "rank 0"
+            ranks = "1 rank" if event.world_size == 1 else f"{event.world_size} ranks"
+            share = ranks if whole else "rank 0"
             logger.info(
-                "%s %s: %s in %.2f s, %.2f GB/s (%s)",
+                "%s %s: %s in %.2f s, %.3g GB/s (%s)",
                 _DONE[event.call], where, size(nbytes), event.seconds,
                 nbytes / 1e9 / max(event.seconds, 1e-9), share,
             )  # fmt: skip

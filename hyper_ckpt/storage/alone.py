@@ -73,10 +73,10 @@ def find_alone(store: ByteStore, prefix: str = "") -> Manifest | None:
         )
     if incomplete and not complete:
         save_id, absent, world_size = incomplete[0]
+        ranks = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent[:8]))}{', ...' * (len(absent) > 8)}"
         raise CheckpointNotFoundError(
             f"no checkpoint at {_where(store, prefix)}: of save {save_id}, by {world_size} ranks that did not talk, "
-            f"the receipts of ranks {', '.join(map(str, absent[:8]))}{', ...' * (len(absent) > 8)} are missing. They "
-            "may still be saving; else load an earlier checkpoint"
+            f"the receipts of {ranks} are missing. They may still be saving; else load an earlier checkpoint"
         )
     if not complete:
         return None

@@ -14,7 +14,14 @@ from hyper_ckpt.columns import Columns, Located, Placed
 from hyper_ckpt.contracts.placement import FilePlan, StorageReader, StorageWriter
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.dtypes import dtype_of
-from hyper_ckpt.errors import CheckpointNotFoundError, CoverageError, ManifestError, MissingFileError, PlanError
+from hyper_ckpt.errors import (
+    CheckpointNotFoundError,
+    CoverageError,
+    ManifestError,
+    MissingFileError,
+    PlanError,
+    StoreError,
+)
 from hyper_ckpt.manifest import MANIFEST_NAME, Manifest, StoredTensor
 from hyper_ckpt.storage.alone import find_alone
 from hyper_ckpt.storage.safetensors_file import MAX_HEADER_BYTES, Entry, build_header, choose_keys, header_upper_bound
@@ -178,19 +185,18 @@ class FileSystemReader(StorageReader):
     def load_metadata(self, store: ByteStore) -> Manifest:
         try:
             data = store.read(MANIFEST_NAME)
+        except StoreError as error:
+            if isinstance(error.__cause__, NotADirectoryError):
+                raise CheckpointNotFoundError(
+                    f"no checkpoint at {store.url}: it is a file; give the directory that holds {MANIFEST_NAME}"
+                ) from error
+            raise
         except MissingFileError:
             alone = find_alone(store)
             if alone is not None:
                 _check_names(alone)
                 return alone
-            hint = (
-                "what is there belongs to a save that did not finish"
-                if any(n.startswith("rank-") for n in store.list())
-                else "give the directory that holds manifest.json"
-            )
-            raise CheckpointNotFoundError(
-                f"no checkpoint at {store.url}: there is no {MANIFEST_NAME}; {hint}"
-            ) from None
+            raise CheckpointNotFoundError(f"no checkpoint at {store.url}: {_what_is_there(store)}") from None
         manifest = Manifest(data, f"{store.url}/{MANIFEST_NAME}")
         _check_names(manifest)
         return manifest
@@ -249,6 +255,23 @@ def _of_one_piece(wanted: Columns, file: IntArray, start: IntArray) -> tuple[Int
     tensor = wanted.tensor[rows]
     whole = wanted.table.padded_shapes()[tensor] if len(rows) else np.zeros((0, wanted.table.width), np.int64)
     return rows, file[tensor], start[tensor], np.zeros_like(whole), whole, wanted.offsets[rows], wanted.sizes[rows]
+
+
+def _what_is_there(store: ByteStore) -> str:
+    """Why a place without a manifest is no checkpoint, and what to do."""
+    names = store.list()
+    if not names:
+        return "nothing is there: give the directory that holds manifest.json"
+    if any(name.startswith("rank-") for name in names):
+        return f"there is no {MANIFEST_NAME}; what is there belongs to a save that did not finish"
+    folders = [name.partition("/")[0] for name in names if name.count("/") == 1 and name.endswith(f"/{MANIFEST_NAME}")]
+    if folders:
+        return f"it holds checkpoints, such as {sorted(folders)[-1]}: give one of them, or use CheckpointManager"
+    if any(name.endswith(".safetensors") for name in names):
+        return "these are plain safetensors files: load them with storage_reader=PlainSafetensorsReader()"
+    if ".metadata" in names:
+        return "it was written by torch.distributed.checkpoint: load it with that, and save it anew"
+    return f"there is no {MANIFEST_NAME}: give the directory that holds one"
 
 
 def _check_names(manifest: Manifest) -> None:

@@ -46,9 +46,9 @@ def test_usage(run: Run, checkpoint: Path) -> None:
 
 def test_other_errors(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for args in (["ls", tmp_path / "file"], ["show", tmp_path / "file"], ["verify", "nosuch://a"]):
+    for args, code in ((["ls", tmp_path / "file"], 4), (["show", tmp_path / "file"], 3), (["verify", "nosuch://a"], 4)):
         result = run(*args)
-        assert (result.exit_code, result.stdout) == (4, "")
+        assert (result.exit_code, result.stdout) == (code, "")
         assert result.stderr.count("\n") == 1
 
 

@@ -1,7 +1,10 @@
 """Calls that cannot be meant, and states that do not fit: each its own error, the same on every rank."""
 
 import os
+import subprocess
 import sys
+import threading
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -357,3 +360,71 @@ def test_load_options_do_not_leak_between_calls(saved: Path, tmp_path: Path) -> 
 def assert_matches(pattern: str, error: BaseException) -> None:
     with pytest.raises(type(error), match=f"(?s){pattern}"):
         raise error
+
+
+@pytest.mark.parametrize("skipped", [1, 2, 3])
+def test_ranks_that_missed_calls_find_back_whatever_they_missed(skipped: int) -> None:
+    """Rank 2 misses calls that rank 0 makes alone, or with rank 1; the next call of all works, at once."""
+    url = f"memory://skips/{time.monotonic_ns()}"
+    barrier = threading.Barrier(3)
+
+    def job(platform: Platform) -> float:
+        rank = platform.ranks.rank
+        save({"x": 1}, f"{url}/good", platform=platform, timeout=30)
+        for i in range(skipped):
+            if rank <= i % 2:
+                with pytest.raises(CheckpointError):
+                    save({"x": 1}, f"{url}/missed-{i}", platform=platform, timeout=0.4)
+        if rank != 0:
+            barrier.wait(60)
+        else:
+            threading.Timer(0.3, barrier.wait, (60,)).start()  # the others call before rank 0 does
+            time.sleep(0.6)
+        begin = time.monotonic()
+        for i in range(3):
+            save({"x": 1}, f"{url}/after-{i}", platform=platform, timeout=20)
+        return time.monotonic() - begin
+
+    assert max(run_world(3, job)) < 15
+
+
+def test_a_job_without_its_process_group_is_warned(tmp_path: Path) -> None:
+    script = "from hyper_ckpt import save; import sys; save({'x': 1}, sys.argv[1])"
+    for variable, told in (("2", True), ("1", False)):
+        env = {**os.environ, "WORLD_SIZE": variable}
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path / variable)],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0
+        assert ("no process group is initialised" in done.stderr) == told
+
+
+def test_what_is_no_checkpoint_is_told_with_the_way_out(tmp_path: Path) -> None:
+    save({"x": 1}, tmp_path / "run" / "step-1", no_dist=True)
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "model.safetensors").write_bytes(b"")
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(b"")
+    (tmp_path / "file.pt").write_bytes(b"")
+    expected = {
+        "run": "step-1.*CheckpointManager", "plain": "PlainSafetensorsReader", "dcp": "torch.distributed.checkpoint",
+        "file.pt": "it is a file", "absent": "nothing is there",
+    }  # fmt: skip
+    for name, text in expected.items():
+        with pytest.raises(CheckpointNotFoundError, match=text):
+            load({"x": 0}, tmp_path / name, no_dist=True)
+
+
+def test_names_that_were_probably_meant(tmp_path: Path) -> None:
+    save({"model": {"layer.weight": np.ones(3)}, "step": 1}, tmp_path / "c", no_dist=True)
+    for wanted, guess in (
+        ({"layer.weight": np.ones(3)}, "model/layer.weight"),
+        ({"model": {"module.layer.weight": np.ones(3)}}, "model/layer.weight"),
+        ({"steps": 1}, "step"),
+    ):
+        with pytest.raises(MissingKeyError, match=f"did you mean '{guess}'"):
+            load(wanted, tmp_path / "c", no_dist=True)

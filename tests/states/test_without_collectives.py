@@ -318,7 +318,7 @@ def spoil(record: Any, rng: random.Random) -> None:
 
 def test_a_killed_process(tmp_path: Path) -> None:
     launch(3, save_part, (str(tmp_path / "c"), 1), expect={1: signal.SIGKILL})
-    with pytest.raises(CheckpointNotFoundError, match="ranks 1 are missing"):
+    with pytest.raises(CheckpointNotFoundError, match="rank 1 are missing"):
         hyper_ckpt.read(tmp_path / "c")
     launch(1, f"{Path(__file__).parent / 'alone_job.py'}:late_part", (str(tmp_path / "c"),))
     assert sorted(hyper_ckpt.read(tmp_path / "c")["mine"]) == ["0", "1", "2"]
@@ -333,7 +333,7 @@ def test_the_commands_know_it(path: Path) -> None:
     next(receipts(path)).unlink()
     (entry,) = json.loads(CliRunner().invoke(cli, ["ls", "--json", str(path.parent)]).stdout)["checkpoints"]
     assert entry["state"] == "incomplete"
-    assert "ranks 0 are missing" in entry["problem"]
+    assert "rank 0 are missing" in entry["problem"]
     assert CliRunner().invoke(cli, ["verify", str(path)]).exit_code == 1
 
 
