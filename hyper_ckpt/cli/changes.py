@@ -5,14 +5,18 @@ from __future__ import annotations
 import re
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import click
 
 from hyper_ckpt.cli import exits, text
 from hyper_ckpt.cli.options import debug_option
-from hyper_ckpt.errors import CheckpointError
+from hyper_ckpt.errors import CheckpointError, CheckpointNotFoundError
 from hyper_ckpt.text import clean as printable
 from hyper_ckpt.text import size
+
+if TYPE_CHECKING:
+    from hyper_ckpt.manager.listing import Entry
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
@@ -71,11 +75,9 @@ def remove_command(checkpoints: tuple[str, ...], yes: bool, force: bool) -> None
 
     All are looked at first: if one cannot go, all stay.
     """
-    from hyper_ckpt.manager.listing import entry_at
     from hyper_ckpt.manager.removal import remove_checkpoint
-    from hyper_ckpt.registry import registry
 
-    found = [entry_at(registry().store(each)) for each in checkpoints]
+    found = [_checkpoint_at(each) for each in checkpoints]
     for entry in found:
         if force:
             continue
@@ -91,6 +93,24 @@ def remove_command(checkpoints: tuple[str, ...], yes: bool, force: bool) -> None
     for entry in found:
         remove_checkpoint(entry.path)
         click.echo(f"removed {printable(entry.path)}, {size(entry.nbytes)}")
+
+
+def _checkpoint_at(url: str) -> Entry:
+    """The checkpoint at a path. Of a run, which is none, the error says how its checkpoints are named."""
+    from hyper_ckpt.manager.listing import checkpoints, entry_at
+    from hyper_ckpt.registry import registry
+
+    store = registry().store(url)
+    try:
+        return entry_at(store)
+    except CheckpointNotFoundError as error:
+        below = checkpoints(store)
+        if not below:
+            raise
+        raise CheckpointNotFoundError(
+            f"{store.url} is no checkpoint but holds {text.count(len(below), 'checkpoint')}, as the folder of a run: "
+            f"name those to remove, such as {below[0].path}; hyper-ckpt ls {store.url} lists them"
+        ) from error
 
 
 def _ask(lines: list[str]) -> None:

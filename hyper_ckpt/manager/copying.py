@@ -12,7 +12,7 @@ from hyper_ckpt.engine.save import discard
 from hyper_ckpt.engine.stored import check_file, read_receipt
 from hyper_ckpt.engine.workers import Task, default_threads, run_all
 from hyper_ckpt.errors import CheckpointError, CheckpointExistsError, DigestError, ManifestError
-from hyper_ckpt.manager.listing import is_part
+from hyper_ckpt.manager.listing import entry_at, is_part
 from hyper_ckpt.manager.note import NOTE_NAME
 from hyper_ckpt.manager.removal import remove_empty
 from hyper_ckpt.manifest import MANIFEST_NAME, Manifest
@@ -47,13 +47,25 @@ def copy_checkpoint(source: str, target: str, *, threads: int | None = None, pro
     manifest = FileSystemReader().load_metadata(read)
     if not manifest.receipts:
         raise CheckpointError(f"{manifest.checkpoint} has no digests to check the copy by: copy its files as they are")
-    look(write, overwrite=False)
+    _refuse_what_is_there(write)
+    return _Copying(read, write, manifest, progress).run(threads or default_threads())
+
+
+def _refuse_what_is_there(write: ByteStore) -> None:
+    """Only to where nothing of a checkpoint is."""
+    try:
+        look(write, overwrite=False)
+    except CheckpointExistsError as error:
+        if entry_at(write).state != "incomplete":
+            raise CheckpointExistsError(
+                f"{write.url} holds a checkpoint already: copy to another path, or remove it first with "
+                f"hyper-ckpt rm {write.url}"
+            ) from error
     if any(map(is_part, write.list())):
         raise CheckpointExistsError(
             f"{write.url} holds files of a save or copy that did not finish: copy to another path, or remove them with "
             f"hyper-ckpt rm --force {write.url}"
         )
-    return _Copying(read, write, manifest, progress).run(threads or default_threads())
 
 
 class _Copying:

@@ -31,11 +31,13 @@ class Keeper:
         self._run, self._retention, self._leftover_age, self._busy = run, retention, leftover_age, busy
         self._lock = threading.Lock()
         self._problems: list[str] = []
+        self._unmeasured = self._told = False
 
     def note(self, step: int, note: Note, durable: bool) -> None:
         """Notes what is known of a step that is about to be saved. A pin that is there stays."""
         folder = self._run.folder(step)
         with self._lock:
+            self._run.check()
             old = self._run.note(folder)
             if old is not None or note != Note():
                 pinned = note.pinned or (old is not None and old.pinned)
@@ -65,7 +67,9 @@ class Keeper:
         with self._lock:
             busy = {step, *self._busy()}
             try:
-                superseded = [] if self._retention.keeps_all else self._run.superseded(self._retention, busy)
+                superseded: list[str] = []
+                if not self._retention.keeps_all:
+                    superseded, self._unmeasured = self._run.superseded(self._retention, busy)
                 for folder in superseded:
                     with contextlib.suppress(CheckpointNotFoundError):  # another manager was quicker
                         self._run.remove(folder)
@@ -76,6 +80,11 @@ class Keeper:
                 self._problems.append(str(error))
             except Exception as error:  # the checkpoint is complete: no bug in here may end a training
                 self._problems.append(f"{type(error).__name__}: {error}")
+
+    def unmeasured(self) -> bool:
+        """Whether superseded ones stay since no checkpoint has the metric to choose by. Says so once."""
+        found, self._told = self._unmeasured and not self._told, self._told or self._unmeasured
+        return found
 
     def problems(self) -> list[str]:
         """What could not be removed since the last call."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -10,8 +9,10 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import xxhash
 
+from hyper_ckpt.agreement.verdict import printable
 from hyper_ckpt.api.async_save import async_save
 from hyper_ckpt.api.common import CheckpointId, attempt, in_flight, operation, resolve_id, resolve_platform
 from hyper_ckpt.api.handle import SaveHandle
@@ -23,6 +24,14 @@ from hyper_ckpt.errors import (
     PlatformError,
     RanksDisagreeError,
     SaveInFlightError,
+)
+from hyper_ckpt.manager.arguments import (
+    check_above_zero,
+    check_kind,
+    check_metrics,
+    check_same,
+    encode_arguments,
+    step_number,
 )
 from hyper_ckpt.manager.keeper import Keeper
 from hyper_ckpt.manager.note import Note, metrics_of
@@ -54,6 +63,7 @@ class CheckpointManager:
             None: never.
 
     Raises:
+        TypeError: an argument is of another type.
         PlatformError: ranks that cannot talk have nothing to agree through.
         CheckpointError: the platform or the store is not there.
     """
@@ -69,6 +79,10 @@ class CheckpointManager:
         on_sigterm: bool = True,
         leftover_age: float | None = LEFTOVER_AGE,
     ) -> None:
+        check_kind("interval", interval, SaveInterval, "steps")
+        check_kind("retention", retention, Retention, "last")
+        if leftover_age is not None and leftover_age != 0:
+            check_above_zero("leftover_age", leftover_age)
         self._run = Run(resolve_id(root, None, "root"))
         self._given, self._no_dist = platform, no_dist
         self._platform = self._last = resolve_platform(platform, {}, no_dist)
@@ -82,7 +96,17 @@ class CheckpointManager:
         made[self._run.store.url] += 1
         name = f"{xxhash.xxh3_64_hexdigest(self._run.store.url.encode())}/{made[self._run.store.url]}"
         self._retention = retention or Retention()
-        self._schedule = Schedule(ranks, interval or SaveInterval(), on_sigterm, f"hyper-ckpt/manager/{name}")
+        interval = interval or SaveInterval()
+        self._schedule = Schedule(ranks, interval, on_sigterm, f"hyper-ckpt/manager/{name}")
+        self._arguments = encode_arguments(
+            {
+                "root": self._run.store.url,
+                "interval": interval,
+                "retention": self._retention,
+                "on_sigterm": on_sigterm,
+                "leftover_age": leftover_age,
+            }
+        )
         self._open: list[tuple[int, SaveHandle]] = []
         self._started: tuple[int, ...] = ()
         self._keeper = Keeper(self._run, self._retention, leftover_age, self._busy)
@@ -98,7 +122,7 @@ class CheckpointManager:
             RanksDisagreeError: rank 0 named a step that this rank has passed: see `SaveInterval.lead`.
             RankFailedError: rank 0 is gone.
         """
-        return self._schedule.due(_number(step))
+        return self._schedule.due(step_number(step))
 
     @property
     def preempted(self) -> bool:
@@ -134,8 +158,10 @@ class CheckpointManager:
                 the way.
 
         Raises:
-            RanksDisagreeError: ranks save different steps.
-            ValueError: metrics are no numbers, or lack the one that the retention goes by.
+            RanksDisagreeError: ranks save different steps, or made their managers with different arguments.
+            ValueError: metrics are no numbers, or lack the one that the retention goes by; or the root is no run but a
+                checkpoint.
+            TypeError: the step is no integer, or metrics have no names.
             CheckpointError: as `hyper_ckpt.save`.
         """
         with self._starting(step):
@@ -182,16 +208,18 @@ class CheckpointManager:
                 filled in part before an older one is loaded over it.
 
         Returns:
-            None where the run has no checkpoint: then the state is as it was.
+            None where the run has no checkpoint: then the state is as it was, and the log says so.
 
         Raises:
             CheckpointNotFoundError: there is none of `step`.
+            RanksDisagreeError: ranks made their managers with different arguments.
+            ValueError: the root is no run but a checkpoint.
             CorruptCheckpointError: what there is is damaged, all of it. The run does not begin anew by itself.
             CheckpointError: as `hyper_ckpt.load`.
         """
         self._refuse_closed()
         self._schedule.restart()
-        return restore(self._run, self._platform_of(state), state, step, skip_damaged, options)
+        return restore(self._run, self._platform_of(state), state, step, skip_damaged, options, self._arguments)
 
     def latest(self) -> int | None:
         """The highest complete step that this rank sees, None if there is none. No rank is asked: on a file system that
@@ -209,12 +237,12 @@ class CheckpointManager:
             CheckpointNotFoundError: there is none of this step.
         """
         if self._platform.ranks.rank == 0:
-            self._keeper.set_pin(_number(step), True)
+            self._keeper.set_pin(step_number(step), True)
 
     def unpin(self, step: int) -> None:
         """Takes a pin back, as `pin`; retention looks at the step after the next save."""
         if self._platform.ranks.rank == 0:
-            self._keeper.set_pin(_number(step), False)
+            self._keeper.set_pin(step_number(step), False)
 
     def delete(self, step: int) -> None:
         """Removes a checkpoint, its manifest first. Rank 0 does it, on others nothing happens.
@@ -225,7 +253,7 @@ class CheckpointManager:
             CheckpointError: it is pinned.
         """
         if self._platform.ranks.rank == 0:
-            self._keeper.delete(_number(step))
+            self._keeper.delete(step_number(step))
 
     def close(self) -> None:
         """Waits for saves in flight, and takes the signal handler back. Called twice, it does nothing.
@@ -283,24 +311,29 @@ class CheckpointManager:
             )
         platform = self._platform_of(state)
         this = operation(platform, options.get("timeout", DEFAULT_TIMEOUT), f"step {step} of {self._run.store.url}")
-        note, error = attempt(lambda: self._note(_number(step), metrics, pinned))
+        note, error = attempt(lambda: self._note(step_number(step), metrics, pinned))
         durable = options.get("durable", True)
 
-        def decide(steps: list[bytes]) -> bytes:
+        def decide(sent: list[bytes]) -> bytes:
+            calls = [msgspec.msgpack.decode(each, type=tuple[str, bytes]) for each in sent]
+            check_same([arguments for _, arguments in calls])
+            steps = [each for each, _ in calls]
             if len(set(steps)) > 1:
-                named = ", ".join(f"{s.decode()} on rank {r}" for r, s in enumerate(steps[:8]))
+                named = ", ".join(f"{s} on rank {r}" for r, s in enumerate(steps[:8]))
                 raise RanksDisagreeError(f"ranks save different steps: {named}. Save the same one on every rank")
             assert note is not None
             self._keeper.note(int(step), note, durable)
             return b""
 
-        this.agree("noting the step", str(step).encode(), error, decide, last=True)
+        call = msgspec.msgpack.encode((printable(str(step)), self._arguments))
+        this.agree("noting the step", call, error, decide, last=True)
         self._schedule.begun()
         return platform
 
     def _note(self, step: int, metrics: Mapping[str, Any] | None, pinned: bool) -> Note:
-        noted = metrics_of(metrics)
         wanted = self._retention.metric
+        check_metrics(metrics, wanted)
+        noted = metrics_of(metrics)
         if self._retention.best is not None and noted and wanted not in noted:
             raise ValueError(
                 f"the best checkpoints are chosen by {wanted!r}, and the metrics of step {step} are "
@@ -342,15 +375,15 @@ class CheckpointManager:
                 "next save",
                 stacklevel=4,
             )
+        if self._keeper.unmeasured():
+            url, wanted = self._run.store.url, self._retention.metric
+            warnings.warn(
+                f"nothing is removed: the best are chosen by {wanted!r}, and no checkpoint of {url} has {wanted!r} "
+                f"among its metrics (a finite number): pass metrics={{{wanted!r}: ...}} to save, or "
+                "Retention(metric=...)",
+                stacklevel=4,
+            )
 
     def _refuse_closed(self) -> None:
         if self._closed:
             raise CheckpointError("this manager is closed: make another one for the same root")
-
-
-def _number(step: int) -> int:
-    """A step as a plain int; numpy's count, too."""
-    number = operator.index(step)
-    if not 0 <= number < 10**18:
-        raise ValueError(f"a step is a number from 0 on, not {number}")
-    return number

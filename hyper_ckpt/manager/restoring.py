@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,12 +10,16 @@ from typing import Any
 
 import msgspec
 
-from hyper_ckpt.api.common import operation
+from hyper_ckpt.api.common import attempt, operation
 from hyper_ckpt.api.load import LoadReport, load
 from hyper_ckpt.contracts.platform import Platform
 from hyper_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from hyper_ckpt.manager.arguments import check_same, step_number
 from hyper_ckpt.manager.run import Run
 from hyper_ckpt.options import DEFAULT_TIMEOUT
+from hyper_ckpt.text import clean
+
+logger = logging.getLogger("hyper_ckpt")
 
 
 @dataclass(frozen=True)
@@ -39,10 +44,15 @@ def restore(
     step: int | None,
     skip_damaged: bool,
     options: Mapping[str, Any],
+    arguments: bytes,
 ) -> Restored | None:
-    """See `CheckpointManager.restore`. A load ends alike on all ranks, so that all try the same next one."""
+    """See `CheckpointManager.restore`. A load ends alike on all ranks, so that all try the same next one.
+
+    Args:
+        arguments: of the manager, which must be the same on all ranks.
+    """
     skipped: list[tuple[int, str]] = []
-    for number, folder in _candidates(run, platform, step, options.get("timeout", DEFAULT_TIMEOUT)):
+    for number, folder in _candidates(run, platform, step, options.get("timeout", DEFAULT_TIMEOUT), arguments):
         try:
             report = load(state, run.url(folder), platform=platform, **{"verify": "before", **options})
         except (CorruptCheckpointError, CheckpointNotFoundError) as error:
@@ -61,6 +71,8 @@ def restore(
             f"no checkpoint of {run.store.url} can be loaded: {_reasons(skipped)}. Restore its files from a copy, or "
             "begin a run with another root"
         )
+    if platform.ranks.rank == 0:
+        logger.info("no checkpoint in %s: the run begins at the beginning", clean(run.store.url))
     return None
 
 
@@ -68,15 +80,19 @@ def _reasons(skipped: list[tuple[int, str]]) -> str:
     return "; ".join(f"step {number}: {why}" for number, why in skipped[:4]) + "; ..." * (len(skipped) > 4)
 
 
-def _candidates(run: Run, platform: Platform, step: int | None, timeout: float) -> list[tuple[int, str]]:
+def _candidates(
+    run: Run, platform: Platform, step: int | None, timeout: float, arguments: bytes
+) -> list[tuple[int, str]]:
     """Steps to try, the newest first, with their folders: those that rank 0 sees."""
+    number, error = attempt(lambda: None if step is None else step_number(step))
 
-    def look(_: list[bytes]) -> bytes:
-        if step is not None:
-            return msgspec.msgpack.encode([(step, run.existing(step))])
+    def look(sent: list[bytes]) -> bytes:
+        check_same(sent)
+        if number is not None:
+            return msgspec.msgpack.encode([(number, run.existing(number))])
         found = [(i.step, i.path.rpartition("/")[2]) for i in run.steps() if i.state != "incomplete"]
         return msgspec.msgpack.encode(found[::-1])
 
     this = operation(platform, timeout, f"steps of {run.store.url}")
-    data = this.agree("looking for checkpoints", decide=look, last=True)
+    data = this.agree("looking for checkpoints", arguments, error, look, last=True)
     return msgspec.msgpack.decode(data, type=list[tuple[int, str]])

@@ -7,6 +7,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from hyper_ckpt.manager.arguments import check_above_zero, check_count
+
+_OFF = "; None switches the rule off"
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -26,14 +30,15 @@ class Retention:
         last: as many of the highest steps.
         every: those whose step is a multiple of it.
         hours: those that were saved within so many hours.
-        best: as many with the best `metric`, of equals the later ones; those without it are not among them.
+        best: as many with the best `metric`, of equals the later ones; those without it are not among them. While no
+            checkpoint has it, all stay.
         metric: its name in the `metrics` that `save` is given.
         mode: whether small or large values are good.
 
     The highest step and pinned ones stay always.
 
     Raises:
-        ValueError: a number is not positive, or mode is neither.
+        ValueError, TypeError: a number is not positive, or none, or mode is neither.
     """
 
     last: int | None = None
@@ -44,10 +49,13 @@ class Retention:
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        for name in ("last", "every", "hours", "best"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be above 0, not {value}; None switches the rule off")
+        for name in ("last", "every", "best"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), _OFF)
+        if self.hours is not None:
+            check_above_zero("hours", self.hours, _OFF)
+        if not isinstance(self.metric, str):
+            raise TypeError(f"metric must be the name of one, not {self.metric!r}")
         if self.mode not in ("min", "max"):
             raise ValueError(f'mode is "min" or "max", not {self.mode!r}')
 
@@ -66,6 +74,20 @@ class Retention:
         steps = sorted(each.step for each in found)
         if self.keeps_all or not steps:
             return set(steps)
+        out = self._kept_but_for_best(found, now)
+        if self.best is not None:
+            best = self._best(found)
+            out.update(best[: self.best] if best else steps)
+        return out
+
+    def unmeasured(self, found: Collection[Kept], now: float) -> bool:
+        """Whether checkpoints stay for no other reason than that none has the metric to choose the best by."""
+        if self.best is None or not found or self._best(found):
+            return False
+        return len(self._kept_but_for_best(found, now)) < len(found)
+
+    def _kept_but_for_best(self, found: Collection[Kept], now: float) -> set[int]:
+        steps = sorted(each.step for each in found)
         out = {steps[-1], *(each.step for each in found if each.pinned)}
         if self.last is not None:
             out.update(steps[-self.last :])
@@ -73,8 +95,6 @@ class Retention:
             out.update(step for step in steps if step % self.every == 0)
         if self.hours is not None:
             out.update(each.step for each in found if now - each.created <= self.hours * 3600)
-        if self.best is not None:
-            out.update(self._best(found)[: self.best])
         return out
 
     def _best(self, found: Collection[Kept]) -> list[int]:

@@ -63,6 +63,7 @@ class Run:
     def __init__(self, root: str) -> None:
         self.store = registry().store(root)
         self._known: dict[str, tuple[tuple[str, str], Entry]] = {}
+        self._checked = False
 
     @staticmethod
     def folder(step: int) -> str:
@@ -78,16 +79,38 @@ class Run:
         return f"{self.store.url.rstrip('/')}/{folder}"
 
     def folders(self) -> dict[int, tuple[str, set[str]]]:
-        """Folder and names in it, by step, ascending. Of two folders for one step, that which `save` writes counts."""
+        """Folder and names in it, by step, ascending. Of two folders for one step, that which `save` writes counts.
+
+        Raises:
+            ValueError: the root is no run but a checkpoint.
+        """
         found: dict[int, tuple[str, set[str]]] = {}
-        for folder, names in folders(self.store).items():
+        everything = folders(self.store)
+        for folder, names in everything.items():
             match = _FOLDER.fullmatch(folder)
             if match is None:
                 continue
             step = int(match[1])
             if step not in found or folder == self.folder(step):
                 found[step] = (folder, names)
+        if not found:
+            entry = entry_of(self.store, "", everything.get("", set()))
+            if entry is not None and entry.state != "incomplete":
+                above = self.store.url.rstrip("/").rpartition("/")[0]
+                raise ValueError(
+                    f"{self.store.url} is no run: this is a checkpoint: give the folder above it, {above}, as root"
+                )
         return dict(sorted(found.items()))
+
+    def check(self) -> None:
+        """Before the first step is saved.
+
+        Raises:
+            ValueError: the root is no run but a checkpoint.
+        """
+        if not self._checked and self.store.stat(MANIFEST_NAME) is not None:
+            self.folders()
+        self._checked = True
 
     def steps(self) -> list[StepInfo]:
         """All steps of which anything is there, ascending."""
@@ -147,13 +170,15 @@ class Run:
         self._known.pop(folder, None)
         remove_checkpoint(self.url(folder))
 
-    def superseded(self, retention: Retention, busy: Collection[int]) -> list[str]:
-        """Folders of complete checkpoints that no rule keeps, the lowest step first.
+    def superseded(self, retention: Retention, busy: Collection[int]) -> tuple[list[str], bool]:
+        """Folders of complete checkpoints that no rule keeps, the lowest step first; and whether there are none since
+        no checkpoint has the metric that the rules name.
 
         Args:
             busy: steps that stay, whatever the rules say.
         """
         complete = {step: e for step, e in self._entries().items() if e.state == "complete"}
         found = [Kept(step, e.created, e.pinned, e.metrics) for step, e in complete.items()]
-        kept = retention.kept(found, time.time()) | set(busy)
-        return [e.name for step, e in complete.items() if step not in kept]
+        now = time.time()
+        kept = retention.kept(found, now) | set(busy)
+        return [e.name for step, e in complete.items() if step not in kept], retention.unmeasured(found, now)

@@ -9,6 +9,7 @@ import msgspec
 
 from hyper_ckpt.contracts.platform import Ranks
 from hyper_ckpt.errors import RanksDisagreeError
+from hyper_ckpt.manager.arguments import check_above_zero, check_count
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class SaveInterval:
             ranks; where a rank's host may run ahead of its device, the steps that it may, and one more.
 
     Raises:
-        ValueError: a number is not positive.
+        ValueError, TypeError: a number is not positive, or none.
     """
 
     steps: int | None = None
@@ -31,10 +32,11 @@ class SaveInterval:
     lead: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("steps", "minutes", "lead"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be above 0, not {value}")
+        if self.steps is not None:
+            check_count("steps", self.steps)
+        if self.minutes is not None:
+            check_above_zero("minutes", self.minutes)
+        check_count("lead", self.lead)
 
     def includes(self, step: int) -> bool:
         """Whether the rule for steps asks for this one."""

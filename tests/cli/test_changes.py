@@ -135,6 +135,16 @@ def test_rm(run: Run, root: Path) -> None:
     assert names(root) == ["step-0000000010/mine.txt"]
 
 
+def test_rm_of_a_run(run: Run, root: Path) -> None:
+    before = names(root)
+    for options in (["--yes"], ["--yes", "--force"]):
+        result = run("rm", *options, root)
+        assert (result.exit_code, result.stdout) == (3, "")
+        assert "holds 3 checkpoints, as the folder of a run" in result.stderr
+        assert f"such as {root}/step-0000000005; hyper-ckpt ls {root} lists them" in result.stderr
+    assert names(root) == before
+
+
 def test_rm_asks(run: Run, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
@@ -204,7 +214,8 @@ def test_cp_of_ranks_that_did_not_talk(run: Run, tmp_path: Path) -> None:
 def test_cp_refuses_what_is_there(run: Run, checkpoint: Path, root: Path) -> None:
     result = run("cp", checkpoint, root / "step-0000000010")
     assert result.exit_code == 4
-    assert "holds a checkpoint already" in result.stderr
+    assert "holds a checkpoint already: copy to another path, or remove it first with hyper-ckpt rm /" in result.stderr
+    assert "overwrite" not in result.stderr
     (root / "step-0000000010" / MANIFEST_NAME).unlink()
     result = run("cp", checkpoint, root / "step-0000000010")
     assert result.exit_code == 4

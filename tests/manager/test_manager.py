@@ -1,6 +1,7 @@
 """CheckpointManager in one process: what is saved, what stays, what is loaded; on disk and in memory."""
 
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -357,6 +358,100 @@ def test_metrics(root: str) -> None:
     assert complete(m) == [1]
     m.save(np.int64(3), state(3))  # type: ignore[arg-type]
     assert complete(m) == [1, 3]
+
+
+def test_the_best_by_a_metric_that_nobody_passes(root: str) -> None:
+    m = fill(root, 1, retention=Retention(best=2, metric="val"))
+    with pytest.warns(UserWarning, match="nothing is removed.*no checkpoint of .*run has 'val' among its metrics"):
+        m.save(2, state(2))
+    for step in (3, 4, 5):  # said once: warnings are errors here
+        m.save(step, state(step), metrics={"val": float("nan")} if step == 4 else None)
+    assert complete(m) == [1, 2, 3, 4, 5]
+    for step in (6, 7, 8):
+        m.save(step, state(step), metrics={"val": step})
+    assert complete(m) == [6, 7, 8]
+    m = manager(root, retention=Retention(best=1, metric="other"))
+    m.async_save(9, state(9))
+    with pytest.warns(UserWarning, match="no checkpoint of .* has 'other'"):
+        m.close()
+    assert complete(m) == [6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("how", ["whole", "damaged"])
+def test_a_checkpoint_is_no_root(root: str, how: str) -> None:
+    fill(root, 1)
+    one = f"{root}/step-0000000001"
+    if how == "damaged":
+        registry().store(one).delete("receipts/" + registry().store(one).list("receipts/")[0].rpartition("/")[2])
+    m = manager(one)
+    calls: list[Callable[[], Any]] = [
+        m.steps,
+        m.latest,
+        lambda: m.restore(state()),
+        lambda: m.restore(state(), 1),
+        lambda: m.save(2, state(2)),
+        lambda: m.async_save(2, state(2)),
+        lambda: m.pin(1),
+    ]
+    text = r"step-0000000001 .*this is a checkpoint: give the folder above it, .*/run,"
+    for call in calls:
+        with pytest.raises(ValueError, match=text):
+            call()
+    m.close()
+    assert complete(manager(root)) == ([1] if how == "whole" else [])
+
+
+def test_a_checkpoint_beside_the_steps_of_a_run(root: str) -> None:
+    """Made before there was a manager: it disturbs no run that has steps."""
+    fill(root, 1)
+    hyper_ckpt.save(state(7), root, platform=NumpyPlatform())
+    with manager(root) as m:
+        found = m.restore(state())
+        assert found is not None
+        assert found.step == 1
+        m.save(2, state(2))
+        assert complete(m) == [1, 2]
+
+
+def test_a_run_that_begins_says_so(root: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "hyper_ckpt"):
+        assert manager(root).restore(state()) is None
+    assert [(r.name, r.levelname) for r in caplog.records] == [("hyper_ckpt", "INFO")]
+    assert caplog.messages[0].endswith("run: the run begins at the beginning")
+    assert caplog.messages[0].startswith("no checkpoint in ")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"interval": 5}, r"interval must be SaveInterval\(steps=5\), not 5"),
+        ({"interval": "10m"}, r"interval must be SaveInterval\(steps=\.\.\.\), not '10m'"),
+        ({"interval": Retention(last=3)}, r"interval must be SaveInterval\(steps=\.\.\.\), not Retention\(last=3"),
+        ({"retention": 3}, r"retention must be Retention\(last=3\), not 3"),
+        ({"retention": True}, r"retention must be Retention\(last=\.\.\.\), not True"),
+        ({"leftover_age": "24h"}, "leftover_age must be a number, not '24h'"),
+    ],
+)
+def test_arguments_of_another_type(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        manager(tmp_path, **options)
+
+
+def test_calls_with_another_type(root: str) -> None:
+    m: Any = manager(root, retention=Retention(best=1, metric="val"))
+    for call in (m.save, m.async_save):
+        with pytest.raises(TypeError, match="step must be an integer from 0 on, not '11'"):
+            call("11", state())
+        with pytest.raises(TypeError, match=r'metrics must be \{"val": 3\.0\}, not 3\.0'):
+            call(11, state(), metrics=3.0)
+    with pytest.raises(TypeError, match="step must be an integer"):
+        m.restore(state(), "11")
+    for call in (m.should_save, m.pin, m.unpin, m.delete):
+        with pytest.raises(TypeError, match=r"step must be an integer from 0 on, not 1\.5"):
+            call(1.5)
+    assert m.steps() == []
+    m.save(11, state(11))
+    assert complete(m) == [11]
 
 
 class Slow:

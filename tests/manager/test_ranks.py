@@ -114,6 +114,81 @@ def test_metrics_that_rank_zero_cannot_note_fail_on_all(root: str) -> None:
     assert all("'loss' is a str" in text for text in run_world(WORLD, job))
 
 
+DIFFERENT: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("interval", {"interval": SaveInterval(steps=2)}, {"interval": SaveInterval(steps=3)}),
+    ("retention", {}, {"retention": Retention(last=3)}),
+    ("on_sigterm", {"on_sigterm": True}, {"on_sigterm": False}),
+    ("leftover_age", {"leftover_age": 3600.0}, {"leftover_age": None}),
+    ("root", {}, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "most", "last"), DIFFERENT, ids=[name for name, *_ in DIFFERENT])
+@pytest.mark.parametrize("first", ["restore", "save", "async_save"])
+def test_managers_with_different_arguments(
+    tmp_path: Path, name: str, most: dict[str, Any], last: dict[str, Any], first: str
+) -> None:
+    def job(platform: Platform) -> str:
+        rank = platform.ranks.rank
+        odd = rank == WORLD - 1
+        where = tmp_path / ("other" if odd and name == "root" else "run")
+        m = CheckpointManager(where, platform=platform, **(last if odd else most))
+        # With different intervals, ranks come to different steps: that is not the cause to name.
+        step = 2 + (odd and name == "interval")
+        arguments = (state(rank, 0),) if first == "restore" else (step, state(rank, 2))
+        with pytest.raises(RanksDisagreeError) as caught:
+            getattr(m, first)(*arguments, timeout=30)
+        return str(caught.value)
+
+    told = run_world(WORLD, job)
+    assert len(set(told)) == 1
+    assert f"managers were made with different {name}: " in told[0]
+    assert " on rank 0 but " in told[0]
+    assert f" on rank {WORLD - 1}. Make them with the same arguments" in told[0]
+    for value in (*most.values(), *last.values()):
+        assert str(value) in told[0]
+    assert list(tmp_path.rglob("*.json")) == []
+
+
+def test_a_step_of_another_type_on_one_rank_fails_on_all(root: str) -> None:
+    def job(platform: Platform) -> list[str]:
+        rank, told = platform.ranks.rank, []
+        m: Any = CheckpointManager(root, platform=platform)
+        calls = [
+            lambda: m.save("5" if rank == 1 else 5, state(rank, 5), timeout=30),
+            lambda: m.save(5, state(rank, 5), metrics=3.0 if rank == 0 else None, timeout=30),
+            lambda: m.restore(state(rank, 5), "5" if rank == 1 else 5, timeout=30),
+        ]
+        for call in calls:
+            with pytest.raises(TypeError) as caught:
+                call()
+            told.append(str(caught.value))
+        m.save(6, state(rank, 6), timeout=30)
+        return told
+
+    first, *others = run_world(WORLD, job)
+    assert others == [first] * 2
+    assert "rank 1: step must be an integer from 0 on, not '5'" in first[0]
+    assert 'rank 0: metrics must be {"loss": 3.0}, not 3.0' in first[1]
+    assert "step must be an integer" in first[2]
+    assert steps_of(root) == [6]
+
+
+def test_a_checkpoint_is_no_root(root: str) -> None:
+    def job(platform: Platform) -> str:
+        rank = platform.ranks.rank
+        CheckpointManager(root, platform=platform).save(1, state(rank, 1), timeout=30)
+        m = CheckpointManager(f"{root}/step-0000000001", platform=platform)
+        with pytest.raises(ValueError, match="this is a checkpoint: give the folder above it"):
+            m.restore(state(rank, 0), timeout=30)
+        with pytest.raises(ValueError, match="this is a checkpoint: give the folder above it") as caught:
+            m.save(2, state(rank, 2), timeout=30)
+        return str(caught.value)
+
+    assert len(set(run_world(WORLD, job))) == 1
+    assert steps_of(root) == [1]
+
+
 @pytest.mark.parametrize("asking", [0, 2])
 def test_all_are_told_to_end_at_the_same_step(root: str, asking: int) -> None:
     def job(platform: Platform) -> tuple[list[int], int]:

@@ -42,7 +42,7 @@ RUN = [
         ({"best": 9}, {10, 20, 30, 40, 50, 60}),
         ({"best": 1, "metric": "acc", "mode": "max"}, {30, 40, 60}),
         ({"best": 1, "metric": "acc"}, {10, 30, 60}),
-        ({"best": 1, "metric": "absent"}, {30, 60}),
+        ({"best": 1, "metric": "absent"}, {10, 20, 30, 40, 50, 60}),  # as long as none has it
         ({"last": 2, "best": 1, "every": 10**9}, {30, 40, 50, 60}),
     ],
 )
@@ -56,6 +56,32 @@ def test_rules(rules: dict[str, Any], steps: set[int]) -> None:
 def test_rules_that_cannot_be_meant(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"must be above 0|mode is"):
         Retention(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"last": 2.5}, "last must be an integer, not 2.5; None"),
+        ({"best": "2"}, "best must be an integer, not '2'"),
+        ({"every": True}, "every must be an integer, not True"),
+        ({"hours": "1h"}, "hours must be a number, not '1h'"),
+        ({"metric": None}, "metric must be the name of one, not None"),
+    ],
+)
+def test_rules_of_another_type(wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        Retention(**wrong)
+
+
+def test_unmeasured() -> None:
+    absent = Retention(best=1, metric="absent")
+    assert absent.unmeasured(RUN, NOW)
+    assert Retention(best=1, last=2, metric="absent").unmeasured(RUN, NOW)
+    assert not Retention(best=1, last=6, metric="absent").unmeasured(RUN, NOW), "the other rules keep all anyway"
+    assert not absent.unmeasured(RUN[-1:], NOW)
+    assert not absent.unmeasured([], NOW)
+    assert not Retention(best=1).unmeasured(RUN, NOW)
+    assert not Retention(last=1).unmeasured(RUN, NOW)
 
 
 RUNS = st.lists(

@@ -180,3 +180,17 @@ def test_the_same_answer_on_all(lead: int, steps: int | None, clock: Clock) -> N
 def test_intervals_that_cannot_be_meant(wrong: Any) -> None:
     with pytest.raises(ValueError, match="must be above 0"):
         SaveInterval(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"steps": "5"}, "steps must be an integer, not '5'"),
+        ({"steps": 2.5}, r"steps must be an integer, not 2\.5"),
+        ({"minutes": "5m"}, "minutes must be a number, not '5m'"),
+        ({"lead": None}, "lead must be an integer, not None"),
+    ],
+)
+def test_intervals_of_another_type(wrong: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        SaveInterval(**wrong)
