@@ -178,7 +178,7 @@ def save_in_the_background(rank: int, world_size: int, path: str) -> None:
     platform = MindSporePlatform(mccl_world.group(world_size))
     weight = ms.Parameter(ms.Tensor(np.ones((300, 300), np.float32)), name="w")
     handles = []
-    for step in range(3):
+    for step in range(4):
         handles.append(hyper_ckpt.async_save({"w": weight, "step": step}, f"{path}-{step}", platform=platform))
         handles[-1].wait_staged()
         for _ in range(5):
@@ -192,7 +192,7 @@ def save_in_the_background(rank: int, world_size: int, path: str) -> None:
 def test_saves_in_the_background(mccl: Any, tmp_path: Path) -> None:
     mccl(save_in_the_background, str(tmp_path / "c"), world_size=2)
     value = np.float32(1)
-    for step in range(3):
+    for step in range(4):
         saved = hyper_ckpt.read(tmp_path / f"c-{step}")
         assert saved["step"] == step
         assert np.allclose(saved["w"], value, rtol=1e-3)

@@ -196,3 +196,18 @@ def test_the_entry_module_imports_no_framework():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=True)
     assert done.stdout == "sample\n"
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_async_save_holds_what_was_there_when_it_was_staged(tmp_path: Path, waits: bool) -> None:
+    """Copies run late: a change that does not wait for them would be in the file."""
+    old, new = np.arange(5000, dtype="f4"), np.zeros(5000, "f4")
+    for number in range(3):
+        value = framework.from_host("f32", (5000,), old.tobytes())
+        handle = hyper_ckpt.async_save({"w": value}, tmp_path / str(number), platform="sample")
+        if waits:
+            handle.wait_staged(30)
+            value.set_bytes(new.tobytes())
+            assert value.to_host() == new.tobytes()
+        handle.result(30)
+        assert np.array_equal(hyper_ckpt.read(tmp_path / str(number))["w"], old)
