@@ -26,6 +26,7 @@ from hyper_ckpt.state.tree import KeyedNode
 from hyper_ckpt.state.walk import tensor_names
 
 CheckpointId = str | os.PathLike[str]
+T = TypeVar("T")
 
 MAX_TIMEOUT = 10 * 365 * 86400.0
 """Seconds that every clock and every framework can count; what is longer means "for ever"."""
@@ -90,7 +91,14 @@ def check_timeout(timeout: object) -> None:
 
 def in_flight(platform: Platform) -> InFlight:
     """The saves of a platform that are finished in the background."""
-    found: InFlight = platform.kept.setdefault("in flight", InFlight())
+    return kept(platform, "in flight", InFlight)
+
+
+def kept(platform: Platform, name: str, make: Callable[[], T]) -> T:
+    """What is kept for a platform under a name, made when it is first asked for, by whatever thread."""
+    if name not in platform.kept:
+        platform.kept.setdefault(name, make())
+    found: T = platform.kept[name]
     return found
 
 
@@ -127,8 +135,7 @@ class SharedStage:
 
 def shared_stage(platform: Platform) -> SharedStage:
     """The platform's process that writes."""
-    found: SharedStage = platform.kept.setdefault("shared stage", SharedStage())
-    return found
+    return kept(platform, "shared stage", SharedStage)
 
 
 def all_tensors(platform: Platform) -> Tensors:
@@ -218,9 +225,6 @@ def operation(platform: Platform, timeout: float, call: str) -> Operation:
 def few(words: Sequence[str]) -> str:
     """The first five, and how many more there are."""
     return ", ".join(words[:5]) + (f" and {len(words) - 5} more" if len(words) > 5 else "")
-
-
-T = TypeVar("T")
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, BaseException | None]:

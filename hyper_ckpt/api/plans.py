@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
+from hyper_ckpt.api.common import kept
 from hyper_ckpt.columns import Columns
 from hyper_ckpt.contracts.planner import SavePlanner
 from hyper_ckpt.contracts.platform import Platform
@@ -39,5 +40,4 @@ class Plans:
 
 def plans_of(platform: Platform) -> Plans:
     """The plans that belong to a platform."""
-    found: Plans = platform.kept.setdefault("plans", Plans())
-    return found
+    return kept(platform, "plans", Plans)
