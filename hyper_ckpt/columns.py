@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,11 @@ class TensorTable:
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[str, str, tuple[int, ...]]]) -> TensorTable:
+        """The table of rows of name, dtype and global shape, in their order."""
+        return cls(tuple(name for name, _, _ in rows), tuple(d for _, d, _ in rows), tuple(s for _, _, s in rows))
 
     def dtype(self, number: int) -> DType:
         """The dtype row of a tensor."""

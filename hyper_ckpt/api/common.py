@@ -58,10 +58,7 @@ def resolve_platform(platform: Platform | str | None, state: Any, no_dist: bool)
         if platform is None and chosen.ranks.world_size == 1:
             _warn_of_lonely_ranks()
         return chosen
-    if "alone" not in chosen.kept:
-        chosen.kept["alone"] = Platform(chosen.name, SingleRank(), chosen.tensors, chosen.stager)
-    alone: Platform = chosen.kept["alone"]
-    return alone
+    return kept(chosen, "alone", lambda: Platform(chosen.name, SingleRank(), chosen.tensors, chosen.stager))
 
 
 def check_type(name: str, value: object, *kinds: type) -> None:

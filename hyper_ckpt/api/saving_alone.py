@@ -90,9 +90,7 @@ class SavingAlone:
         description, context = prepared.description, self._part.context
         ties = dict(description.rank_part.ties)
         records = [r for r in description.structure.tensors if r.name not in ties]
-        table = TensorTable(
-            tuple(r.name for r in records), tuple(r.dtype for r in records), tuple(r.shape for r in records)
-        )
+        table = TensorTable.of([(r.name, r.dtype, r.shape) for r in records])
         boxes = [
             (r.name, shard.offsets, shard.sizes)
             for r in records

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 import msgspec
 
 from hyper_ckpt.agreement import Operation
-from hyper_ckpt.api.common import attempt
+from hyper_ckpt.api.common import attempt, kept
 from hyper_ckpt.contracts.platform import Platform
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.engine.sharing import SMALL_BYTES, Sample, broadcast_bandwidth, is_worth_it, read_sample
 from hyper_ckpt.receipt import FileRecord
-
-_KEPT = "broadcast bandwidth"
 
 
 def choose_sharing(
@@ -30,13 +28,15 @@ def choose_sharing(
     if int.from_bytes(most, "big") < SMALL_BYTES:
         return True
 
+    def bandwidth_of_ranks() -> float:
+        stated = platform.ranks.broadcast_bandwidth
+        return broadcast_bandwidth(platform.ranks) if stated is None else stated
+
     def measure() -> Sample:
-        if _KEPT not in platform.kept:
-            stated = platform.ranks.broadcast_bandwidth
-            platform.kept[_KEPT] = broadcast_bandwidth(platform.ranks) if stated is None else stated
+        bandwidth = kept(platform, "broadcast bandwidth", bandwidth_of_ranks)
         # All at the same time: they may share what bandwidth there is.
         nbytes, seconds = read_sample(store, files, platform.ranks.rank)
-        return Sample(wanted, whole, nbytes, seconds, platform.kept[_KEPT])
+        return Sample(wanted, whole, nbytes, seconds, bandwidth)
 
     sample, error = attempt(measure)
     own = msgspec.msgpack.encode(sample) if sample else b""

@@ -82,8 +82,7 @@ def table_of(world: World) -> TensorTable:
                     f"{record.shape} on {_some_ranks(world, [number])}. "
                     "One name is one tensor: rename it, or wrap it in PerRank"
                 )
-    names = tuple(sorted(seen))
-    table = TensorTable(names, tuple(seen[n][0] for n in names), tuple(seen[n][1] for n in names))
+    table = TensorTable.of([(name, dtype, shape) for name, (dtype, shape, _) in sorted(seen.items())])
     world.memo["table"] = table
     return table
 

@@ -62,9 +62,7 @@ class StandardLoadPlanner(LoadPlanner):
 
     def finalize_plan(self, description: Description, rank: int, boxes: OwnBoxes) -> Columns:
         records = description.structure.tensors
-        table = TensorTable(
-            tuple(r.name for r in records), tuple(r.dtype for r in records), tuple(r.shape for r in records)
-        )
+        table = TensorTable.of([(r.name, r.dtype, r.shape) for r in records])
         return plan_alone(table, rank, boxes)
 
     def acquire_tensor(self, tensors: Mapping[str, Any], name: str, context: PlanContext) -> Any:

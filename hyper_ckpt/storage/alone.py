@@ -186,8 +186,7 @@ def _table(store: ByteStore, parts: Sequence[LocalPart]) -> TensorTable:
                     f"{store.url}: rank {known[2]} saved {name!r} as {known[0]} {known[1]} but rank {rank} as {dtype} "
                     f"{shape}: one name is one tensor. Load an earlier checkpoint"
                 )
-    names = tuple(sorted(seen))
-    return TensorTable(names, tuple(seen[n][0] for n in names), tuple(seen[n][1] for n in names))
+    return TensorTable.of([(name, dtype, shape) for name, (dtype, shape, _) in sorted(seen.items())])
 
 
 def _tree(parts: Sequence[LocalPart]) -> Node:

@@ -89,9 +89,7 @@ def _stat(store: ByteStore, name: str) -> ObjectInfo:
 def _columns(rows: Sequence[tuple[str, PlainTensor]], files: Sequence[FileRecord]) -> tuple[Columns, Placed]:
     """One chunk for every tensor that is not empty, each an entry of its own."""
     tensors = [tensor for _, tensor in rows]
-    table = TensorTable(
-        tuple(name for name, _ in rows), tuple(t.dtype for t in tensors), tuple(t.shape for t in tensors)
-    )
+    table = TensorTable.of([(name, t.dtype, t.shape) for name, t in rows])
     number = {record.name: i for i, record in enumerate(files)}
     full = [i for i, t in enumerate(tensors) if 0 not in t.shape]
     tensor = np.array(full, np.int64)
