@@ -11,7 +11,7 @@ import numpy as np
 
 from hyper_ckpt.contracts.platform import ByteBuffer
 from hyper_ckpt.testing.conformance.check import Part, expect
-from hyper_ckpt.testing.conformance.subject import LARGE, STRIDED_SHAPES, Subject, content, filled, same_bytes
+from hyper_ckpt.testing.conformance.subject import LARGE, STRIDED_SHAPES, Subject, blank, content, filled, same_bytes
 
 stager = Part("stager")
 
@@ -154,7 +154,7 @@ def copy_out_is_complete_after_wait(s: Subject) -> None:
     """Once waited for, a `copy_out` stays what it was, whatever is written to the tensor later."""
     data = content(s.wide, LARGE)
     value = s.probe.make(s.wide, LARGE, data)
-    buffer = s.stager.buffer(len(data))
+    buffer = blank(s.stager, len(data))
     s.stager.copy_out(s.shard(value), buffer).wait()
     got = buffer[: len(data)].tobytes()
     s.probe.overwrite(value, content(s.wide, LARGE, 1))
@@ -169,7 +169,7 @@ def a_buffer_in_use_is_left_alone(s: Subject) -> None:
     """A buffer keeps its bytes until it is released, through later copies of other tensors."""
     data = content(s.wide, LARGE)
     value = s.probe.make(s.wide, LARGE, data)
-    buffer = s.stager.buffer(len(data))
+    buffer = blank(s.stager, len(data))
     s.stager.copy_out(s.shard(value), buffer).wait()
     for seed in range(1, 4):
         new = content(s.wide, LARGE, seed)
@@ -213,7 +213,7 @@ def several_copies_in_flight(s: Subject) -> None:
     shape = (300, 100)
     data = [content(s.dtype, shape, seed) for seed in range(6)]
     values = [s.probe.make(s.dtype, shape, each) for each in data]
-    buffers = [s.stager.buffer(len(each)) for each in data]
+    buffers = [blank(s.stager, len(each)) for each in data]
     pending = [s.stager.copy_out(s.shard(v), b) for v, b in zip(values, buffers, strict=True)]
     for each in reversed(pending):
         each.wait()
@@ -233,7 +233,7 @@ def waiting_in_another_thread(s: Subject) -> None:
     """A copy that one thread started may be waited for in another one."""
     data = content(s.wide, LARGE)
     value = s.probe.make(s.wide, LARGE, data)
-    buffers = [s.stager.buffer(len(data)) for _ in range(3)]
+    buffers = [blank(s.stager, len(data)) for _ in range(3)]
     pending: list[Any] = [s.stager.copy_out(s.shard(value), buffer) for buffer in buffers]
 
     def work(number: int) -> None:

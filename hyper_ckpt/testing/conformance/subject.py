@@ -132,6 +132,13 @@ def filled(stager: Stager, data: bytes) -> ByteBuffer:
     return buffer
 
 
+def blank(stager: Stager, nbytes: int) -> ByteBuffer:
+    """A buffer of the stager for a copy to fill: what memory held before could be what the copy should bring."""
+    buffer = stager.buffer(nbytes)
+    buffer[:] = 0xA5
+    return buffer
+
+
 def size_of(shard: LocalShard, dtype: str) -> int:
     """Bytes of a shard."""
     return math.prod(shard.sizes) * dtype_of(dtype).itemsize
@@ -139,7 +146,7 @@ def size_of(shard: LocalShard, dtype: str) -> int:
 
 def copied_out(stager: Stager, shard: LocalShard, nbytes: int) -> bytes:
     """The `nbytes` of a shard by way of the stager."""
-    buffer = stager.buffer(nbytes)
+    buffer = blank(stager, nbytes)
     stager.copy_out(shard, buffer).wait()
     data = buffer[:nbytes].tobytes()
     stager.release(buffer)
