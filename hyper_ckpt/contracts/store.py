@@ -6,6 +6,7 @@ import enum
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 Bytes = bytes | bytearray | memoryview
@@ -132,6 +133,11 @@ class ByteStore(ABC):
         Raises:
             CheckpointReplacedError: what is there is not what was expected; nothing was changed.
         """
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Entered around many `read_into`, by one thread or several: what one opens may stay open for the next. An
+        object that is replaced or deleted meanwhile may be read as it was. Stores that open nothing inherit this."""
+        return nullcontext()
 
     def sync(self) -> None:
         """Makes names durable: after it, sinks closed with `sync` survive a power failure. Stores that need no such

@@ -204,7 +204,8 @@ class Loader:
         for i in range(len(located)):
             piece, shape, offsets, sizes, itemsize = self._piece(i)
             tasks += reader.verify_tasks(piece, shape, offsets, sizes, itemsize)
-        run_all(tasks, self.job.threads)
+        with self.job.store.reading():
+            run_all(tasks, self.job.threads)
 
     def open_groups(self) -> None:
         """Makes the groups of ranks that share reads. Collective: before `run`, so that no rank waits in it for
@@ -215,7 +216,8 @@ class Loader:
     def run(self) -> None:
         """Fills every target."""
         try:
-            self._run()
+            with self.job.store.reading():
+                self._run()
         except BaseException:
             self._give_back()
             raise

@@ -18,6 +18,8 @@ from hyper_ckpt.receipt import BLOCK_BYTES
 
 SEGMENT_BYTES = 16 * BLOCK_BYTES
 """One task of a large run, and the most that is read at once for a strided one."""
+READ_BYTES = 2 * BLOCK_BYTES
+"""Blocks that are read at once to be verified: they stay in the cache until they are."""
 SMALL_BYTES = 64 << 10
 """Pieces below this are read together."""
 MAX_GAP_BYTES = 64 << 10
@@ -107,7 +109,8 @@ class PieceReader:
         with self.budget.hold(BLOCK_BYTES):
             buffer = self.stager.buffer(BLOCK_BYTES)
             try:
-                self._read_block(piece, number, buffer.data)
+                low = number * BLOCK_BYTES
+                self._read_blocks(piece, low, buffer.data[: min(BLOCK_BYTES, piece.nbytes - low)])
             finally:
                 self.stager.release(buffer)
 
@@ -136,29 +139,30 @@ class PieceReader:
             return
         stop, at = start + len(target), start
         while at < stop:
-            number = at // BLOCK_BYTES
-            low, high = number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, piece.nbytes)
-            end = min(high, stop)
-            if at == low and end == high:
-                self._read_block(piece, number, target[at - start : end - start])
+            low = at // BLOCK_BYTES * BLOCK_BYTES
+            whole = stop if stop == piece.nbytes else stop // BLOCK_BYTES * BLOCK_BYTES
+            if at == low and at < whole:
+                end = min(at + READ_BYTES, whole)
+                self._read_blocks(piece, at, target[at - start : end - start])
             else:
+                end = min(low + BLOCK_BYTES, stop)
                 buffer = self.stager.buffer(BLOCK_BYTES)
                 try:
-                    self._read_block(piece, number, buffer.data)
-                    target[at - start : end - start] = buffer.data[at - low : end - low]
+                    block = buffer.data[: min(BLOCK_BYTES, piece.nbytes - low)]
+                    self._read_blocks(piece, low, block)
+                    target[at - start : end - start] = block[at - low : end - low]
                 finally:
                     self.stager.release(buffer)
             at = end
 
-    def _read_block(self, piece: Piece, number: int, into: memoryview) -> None:
-        low = number * BLOCK_BYTES
-        block = into[: min(BLOCK_BYTES, piece.nbytes - low)]
-        self.store.read_into(piece.file, [(piece.base + low, len(block))], [block])
-        self._check(piece, number, block)
+    def _read_blocks(self, piece: Piece, low: int, into: memoryview) -> None:
+        """Reads whole blocks from byte `low` of the piece, and checks them while they are in the cache."""
+        self.store.read_into(piece.file, [(piece.base + low, len(into))], [into])
+        for at in range(0, len(into), BLOCK_BYTES):
+            self._check(piece, low + at, into[at : at + BLOCK_BYTES])
 
-    def _check(self, piece: Piece, number: int, block: memoryview) -> None:
-        low = number * BLOCK_BYTES
-        if piece.digests is not None and block_digest(block) != int(piece.digests[number]):
+    def _check(self, piece: Piece, low: int, block: memoryview) -> None:
+        if piece.digests is not None and block_digest(block) != int(piece.digests[low // BLOCK_BYTES]):
             filled = "The target may be partly filled: load" if self.fills else "Nothing was loaded: load"
             raise DigestError(
                 f"{self.store.url}/{piece.file}: bytes {piece.base + low} to {piece.base + low + len(block)} "

@@ -107,7 +107,8 @@ class Verifier:
                 low = file.data_start + piece.start + i * BLOCK_BYTES
                 high = min(low + BLOCK_BYTES, file.data_start + piece.start + piece.nbytes)
                 tasks.append(lambda f=file.name, n=name, a=low, b=high, d=digest: self._check_block(f, n, a, b, d))  # type: ignore[misc]
-        run_all(tasks, self._threads)
+        with self._store.reading():
+            run_all(tasks, self._threads)
 
     def _check_block(self, file: str, name: str, low: int, high: int, digest: int) -> None:
         buffer = np.empty(high - low, np.uint8)

@@ -87,7 +87,8 @@ class _Copying:
                 check_file(self._read, record)
             for record in self._manifest.files:
                 self._sinks[record.name] = self._write.create(record.name, record.size)
-            run_all(self._tasks(receipts), threads)
+            with self._read.reading():
+                run_all(self._tasks(receipts), threads)
             for sink in self._sinks.values():
                 sink.close(sync=True)
             self._copy_small()

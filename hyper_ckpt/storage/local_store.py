@@ -9,6 +9,7 @@ import stat
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 from hyper_ckpt.contracts.store import ByteStore, Expect, ObjectInfo, Sink
 from hyper_ckpt.errors import FileSizeError, StoreError
@@ -16,10 +17,12 @@ from hyper_ckpt.storage import atomic, syscalls
 from hyper_ckpt.storage.buffers import runs
 from hyper_ckpt.storage.local_sink import LocalSink
 from hyper_ckpt.storage.names import check_name, is_name, temporary_name
+from hyper_ckpt.storage.open_files import OpenFiles
 from hyper_ckpt.storage.syscalls import naming
 
 # Another process may remove an emptied directory between our making it and our using it.
 _ATTEMPTS = 10
+_MOST_OPEN = 32
 
 
 class LocalStore(ByteStore):
@@ -38,6 +41,7 @@ class LocalStore(ByteStore):
         self._unsynced: set[str] = set()  # directories with names that may not survive a power failure
         self._unsynced_lock = threading.Lock()
         self._sync_lock = threading.Lock()
+        self._files = OpenFiles(_MOST_OPEN)
         self._warned = False
 
     def __repr__(self) -> str:
@@ -60,9 +64,12 @@ class LocalStore(ByteStore):
 
     def read_into(self, name: str, ranges: Sequence[tuple[int, int]], buffers: Sequence[memoryview]) -> None:
         path = self._path(name)
-        with naming("reading", path), _opened(path) as fd:
+        with naming("reading", path), self._files.opened(path) as fd:
             for start, views in runs(ranges, buffers):
                 _read_exactly(path, fd, start, views)
+
+    def reading(self) -> AbstractContextManager[None]:
+        return self._files.kept()
 
     def read(self, name: str) -> bytes:
         # One open file throughout: an object that is replaced meanwhile is still read whole.

@@ -13,6 +13,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -72,6 +73,9 @@ class WrapperStore(ByteStore):
     def read_into(self, name: str, ranges: Sequence[tuple[int, int]], buffers: Sequence[memoryview]) -> None:
         offset, nbytes = ranges[0][0] if ranges else 0, sum(length for _, length in ranges)
         self.run("read", name, lambda: self.inner.read_into(name, ranges, buffers), offset=offset, nbytes=nbytes)
+
+    def reading(self) -> AbstractContextManager[None]:
+        return self.inner.reading()
 
     def read(self, name: str) -> bytes:
         return self.run("read", name, lambda: self.inner.read(name))

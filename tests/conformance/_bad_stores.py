@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import threading
@@ -53,6 +54,26 @@ class OnlyMine(WrapperStore):
 class FromTheStart(WrapperStore):
     def read_into(self, name: str, ranges: Sequence[tuple[int, int]], buffers: Sequence[memoryview]) -> None:
         super().read_into(name, [(0, length) for _, length in ranges], buffers)
+
+
+class StaysOpen(WrapperStore):
+    """Keeps what it has read inside `reading` for good."""
+
+    def __init__(self, inner: ByteStore) -> None:
+        super().__init__(inner)
+        self._kept: dict[str, bytes] | None = None
+
+    def reading(self) -> contextlib.AbstractContextManager[None]:
+        self._kept = {}
+        return super().reading()
+
+    def read_into(self, name: str, ranges: Sequence[tuple[int, int]], buffers: Sequence[memoryview]) -> None:
+        if self._kept is None:
+            super().read_into(name, ranges, buffers)
+            return
+        data = self._kept.setdefault(name, self.inner.read(name))
+        for (start, length), buffer in zip(ranges, buffers, strict=True):
+            buffer[:] = data[start : start + length]
 
 
 class FirstThousand(WrapperStore):
@@ -293,6 +314,7 @@ BAD_STORES: dict[str, Callable[[Path], ByteStore]] = {
     "bad_names_are_refused": local(AnyName),
     "another_store_of_the_same_root_sees_it": local(OnlyMine),
     "ranges_are_read": local(FromTheStart),
+    "what_stays_open_is_read_alike": local(StaysOpen),
     "many_adjacent_ranges_are_read": local(FirstThousand),
     "buffers_may_have_any_shape": local(FlatBuffers),
     "ranges_must_fit_their_buffers": local(AnyLength),

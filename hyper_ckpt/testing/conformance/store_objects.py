@@ -101,6 +101,29 @@ def ranges_are_read(s: StoreSubject) -> None:
 
 
 @objects
+def what_stays_open_is_read_alike(s: StoreSubject) -> None:
+    """Inside `reading`, also entered twice, every object is read as it is outside, and so it is again behind it."""
+    objects = {f"dir/{i}": bytes([i]) * 10 for i in range(100)}
+    for name, data in objects.items():
+        put(s.store, name, data)
+
+    def wrong() -> list[str]:
+        return [name for name, data in objects.items() for _ in range(2) if get(s.store, name, 2, 7) != data[2:9]]
+
+    with s.store.reading():
+        expect(not wrong(), "each object is read inside `reading`", f"wrong are {wrong()[:5]}", "see reading")
+        with s.store.reading():
+            spread(lambda _: expect(not wrong(), "by 4 threads too", "other bytes", "see reading"), range(4), 4)
+        expect(not wrong(), "after it was entered and left inside", f"wrong are {wrong()[:5]}", "count the entries")
+        raises(lambda: get(s.store, "gone", 0, 1), MissingFileError, "gone", "an absent object is a MissingFileError")
+    s.store.delete("dir/0")
+    put(s.store, "dir/0", b"another one")
+    holds(s.store, "dir/0", b"another one", "nothing is left open behind it")
+    got = get(s.store, "dir/0", 0, 11)
+    expect(got == b"another one", "ranges of what was replaced since are read", f"{got!r}", "close it at the end")
+
+
+@objects
 def many_adjacent_ranges_are_read(s: StoreSubject) -> None:
     """Thousands of small ranges one behind the other are read in one call."""
     data = os.urandom(15_000)
