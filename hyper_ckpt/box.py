@@ -99,17 +99,21 @@ def group_equal(rows: IntArray) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.in
 
 def cut(view: npt.NDArray[Any], offsets: Sequence[int], sizes: Sequence[int]) -> npt.NDArray[Any]:
     """The sub-box of an array, as a view. (Indexing a 0-dim array with `()` would give a copy: hence the ellipsis.)"""
-    index: tuple[Any, ...] = (*(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True)), ...)
-    return np.asarray(view[index])
+    index: list[Any] = [slice(o, o + n) for o, n in zip(offsets, sizes, strict=True)]
+    index.append(...)
+    part: npt.NDArray[Any] = view[tuple(index)]
+    return part
 
 
 def offsets_inside(
     offsets: Sequence[int], sizes: Sequence[int], outer_offsets: Sequence[int], outer_sizes: Sequence[int]
 ) -> tuple[int, ...] | None:
     """Where a box begins inside another one, None if it is not whole in there."""
-    low = tuple(o - s for o, s in zip(offsets, outer_offsets, strict=True))
-    fits = all(a >= 0 and a + n <= m for a, n, m in zip(low, sizes, outer_sizes, strict=True))
-    return low if fits else None
+    low = tuple([o - s for o, s in zip(offsets, outer_offsets, strict=True)])
+    for a, n, m in zip(low, sizes, outer_sizes, strict=True):
+        if a < 0 or a + n > m:
+            return None
+    return low
 
 
 def contiguous_dim(outer: tuple[int, ...], inner: tuple[int, ...]) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +44,14 @@ class TensorTable:
     def _itemsizes(self) -> IntArray:
         return np.array([dtype_of(d).itemsize for d in self.dtypes], np.int64)
 
+    def ndims(self) -> IntArray:
+        """Dimensions, per tensor."""
+        return self._ndims
+
+    @functools.cached_property
+    def _ndims(self) -> IntArray:
+        return np.array([len(shape) for shape in self.shapes], np.int64)
+
     def padded_shapes(self) -> IntArray:
         """(tensors, D) shapes padded with 1."""
         return self._padded_shapes
@@ -67,6 +77,7 @@ class Columns:
         copy: (n,) 0 for the chunks that cover each tensor once, higher for further copies.
         group: (n,) for a load, number in `groups` of the ranks that want the chunk; -1: the reader only.
         groups: sorted rank sets.
+        memo: what was worked out of these columns, so that it is not worked out again. Copies have one of their own.
     """
 
     table: TensorTable
@@ -77,6 +88,7 @@ class Columns:
     copy: IntArray
     group: IntArray
     groups: tuple[tuple[int, ...], ...] = ()
+    memo: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -118,6 +130,12 @@ class Columns:
         tensor, rank, copy, group = (rows[:, i] for i in range(4))
         return Columns(table, tensor, rank, rows[:, 4 : 4 + width], rows[:, 4 + width :], copy, group)
 
+    def boxes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Offsets and sizes of every chunk, unpadded."""
+        ndims = self.table.ndims()[self.tensor].tolist()
+        rows = zip(ndims, self.offsets.tolist(), self.sizes.tolist(), strict=True)
+        return [(tuple(offsets[:d]), tuple(sizes[:d])) for d, offsets, sizes in rows]
+
     def box(self, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Offsets and sizes of one chunk, unpadded."""
         d = len(self.table.shapes[int(self.tensor[row])])
@@ -129,7 +147,7 @@ class Placed:
     """Where chunks lie: entries of files, as columns.
 
     An entry is a box of a tensor stored row-major at `start` bytes after the beginning of its file's
-    data section. Chunk i is a sub-box of entry `entry[i]`.
+    data section. Chunk i is a sub-box of entry `entry[i]`. `memo` is as that of `Columns`.
     """
 
     files: tuple[str, ...]
@@ -140,6 +158,13 @@ class Placed:
     entry_start: IntArray
     entry_offsets: IntArray
     entry_sizes: IntArray
+    memo: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def named(self, files: tuple[str, ...]) -> Placed:
+        """The same places in files of other names. The memo is shared: nothing in it depends on names."""
+        other = dataclasses.replace(self, files=files)
+        object.__setattr__(other, "memo", self.memo)
+        return other
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,8 @@ class World:
         conflicts: tensors whose replicas differ: not to be split between ranks.
         base_load: (world_size,) bytes that each rank writes of explicit boxes, for levelling.
         key: equal for worlds that are equal but for `boxes` and `base_load`.
-        memo: what was worked out of all that `key` stands for, so that it is not worked out again.
+        memo: what was worked out of all that `key` stands for, so that it is not worked out again: worlds of one key
+            may share it.
     """
 
     world_size: int
@@ -154,9 +155,10 @@ def without(world: World, names: Collection[str]) -> World:
             for s in world.structures
         )
         digest = xxhash.xxh3_128_digest(world.key + msgspec.msgpack.encode(sorted(names)))
-        world.memo[key] = dataclasses.replace(world, structures=structures, key=digest, memo={})
-    found: World = world.memo[key]
-    return found
+        world.memo[key] = (structures, digest, {})
+    # Not the world itself: others with this memo may have other boxes.
+    structures, digest, memo = world.memo[key]
+    return dataclasses.replace(world, structures=structures, key=digest, memo=memo)
 
 
 def with_base_load(world: World, load: IntArray) -> World:

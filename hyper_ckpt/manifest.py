@@ -351,38 +351,61 @@ def encode_manifest(content: ManifestContent, columns: Columns, placed: Placed) 
         columns: all chunks, in canonical order (tensor, copy, offsets).
         placed: where they lie, chunk i in entry i.
     """
-    writer = _GridWriter({f.name: i for i, f in enumerate(content.files)}, placed.files)
-    file, start = placed.entry_file[placed.entry], chunk_starts(columns, placed)
-    rows: dict[str, TensorRow] = {}
-    key = np.stack([columns.tensor, columns.copy], axis=1)
-    firsts = np.flatnonzero(np.r_[True, (np.diff(key, axis=0) != 0).any(axis=1)]) if len(key) else np.zeros(0, np.int64)
-    parts: dict[int, list[Part]] = {}
-    for low, high in zip(firsts, np.r_[firsts, len(key)][1:], strict=True):
-        number = int(columns.tensor[low])
-        d = len(columns.table.shapes[number])
-        part = writer.part(
-            columns.table.shapes[number],
-            columns.offsets[low:high, :d],
-            columns.sizes[low:high, :d],
-            file[low:high],
-            start[low:high],
-        )
-        parts.setdefault(number, []).append(part)
-    for number, name in enumerate(columns.table.names):
-        first, *copies = parts.get(number, [Part()])
-        rows[name] = TensorRow(
-            **msgspec.structs.asdict(first),
-            dtype=columns.table.dtypes[number],
-            shape=columns.table.shapes[number],
-            copies=copies,
-        )
+    number_of = {f.name: i for i, f in enumerate(content.files)}
+    numbers = tuple([number_of[name] for name in placed.files])
+    if ("rows", numbers) not in placed.memo:
+        placed.memo["rows", numbers] = _rows(columns, placed, numbers)
+    rows, file_lists, grids = placed.memo["rows", numbers]
     document = _Document(
         FORMAT, VERSION, ZERO_DIGEST, content.save_id, content.world_size, content.created, content.library,
-        list(content.files), list(content.receipts), writer.file_lists, writer.grids,
-        {name: msgspec.Raw(msgspec.json.encode(rows[content.ties.get(name, name)])) for name in content.order},
+        list(content.files), list(content.receipts), file_lists, grids,
+        {name: rows[content.ties.get(name, name)] for name in content.order},
         msgspec.Raw(content.state), msgspec.Raw(content.user),
     )  # fmt: skip
     return seal(msgspec.json.encode(document))[0]
+
+
+def _rows(
+    columns: Columns, placed: Placed, numbers: Sequence[int]
+) -> tuple[dict[str, msgspec.Raw], list[list[int]], list[msgspec.Raw]]:
+    """The encoded tensors by name, the lists of files and the grids. `numbers` are those of the files of `placed`."""
+    table, writer = columns.table, _GridWriter()
+    file = np.array(numbers or [0], np.int64)[placed.entry_file[placed.entry]]
+    start = chunk_starts(columns, placed)
+    key = np.stack([columns.tensor, columns.copy], axis=1)
+    firsts = np.flatnonzero(np.r_[True, (np.diff(key, axis=0) != 0).any(axis=1)]) if len(key) else np.zeros(0, np.int64)
+    single = (np.diff(np.r_[firsts, len(key)]) == 1) & (
+        columns.sizes[firsts] == table.padded_shapes()[columns.tensor[firsts]]
+    ).all(axis=1)
+    parts: dict[int, list[Part]] = {}
+    bounds = zip(firsts.tolist(), np.r_[firsts, len(key)][1:].tolist(), single.tolist(), strict=True)
+    tensors, files, starts = columns.tensor.tolist(), file.tolist(), start.tolist()
+    for low, high, whole in bounds:
+        number = tensors[low]
+        shape = table.shapes[number]
+        if whole:
+            part = Part(writer.grid_of_one(len(shape), files[low]), starts[low])
+        else:
+            d = len(shape)
+            part = writer.part(
+                shape, columns.offsets[low:high, :d], columns.sizes[low:high, :d], file[low:high], start[low:high]
+            )
+        parts.setdefault(number, []).append(part)
+    nothing, rows = [Part()], {}
+    for number, name in enumerate(table.names):
+        first, *copies = parts.get(number, nothing)
+        row = TensorRow(
+            first.grid,
+            first.start,
+            first.offsets,
+            first.sizes,
+            first.files,
+            dtype=table.dtypes[number],
+            shape=table.shapes[number],
+            copies=copies,
+        )
+        rows[name] = msgspec.Raw(msgspec.json.encode(row))
+    return rows, writer.file_lists, writer.grids
 
 
 def chunk_starts(columns: Columns, placed: Placed) -> IntArray:
@@ -399,16 +422,21 @@ def chunk_starts(columns: Columns, placed: Placed) -> IntArray:
 class _GridWriter:
     """Finds the grids that chunks form, and numbers distinct grids and lists of files."""
 
-    def __init__(self, number_of: Mapping[str, int], files: Sequence[str]) -> None:
-        self._file_number = np.array([number_of[f] for f in files] or [0], np.int64)
+    def __init__(self) -> None:
         self._lists: dict[bytes, int] = {}
         self._numbers: dict[tuple[bytes, ...], int] = {}
+        self._ones: dict[tuple[int, int], int] = {}
         self.file_lists: list[list[int]] = []
         self.grids: list[msgspec.Raw] = []
 
+    def grid_of_one(self, ndim: int, file: int) -> int:
+        """The grid of tensors that are stored in one piece."""
+        if (ndim, file) not in self._ones:
+            self._ones[ndim, file] = self._add_grid([[0]] * ndim, np.array([file], np.int64))
+        return self._ones[ndim, file]
+
     def part(self, shape: tuple[int, ...], offsets: IntArray, sizes: IntArray, file: IntArray, start: IntArray) -> Part:
         """The chunks of one copy, in row-major order of their offsets."""
-        file = self._file_number[file]
         starts: int | list[int] = int(start[0]) if (start == start[0]).all() else start.tolist()
         key = (np.array(shape, np.int64).tobytes(), offsets.tobytes(), sizes.tobytes(), file.tobytes())
         if key not in self._numbers:

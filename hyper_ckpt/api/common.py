@@ -157,14 +157,16 @@ class RememberedTensors(Tensors):
         self._keys: dict[int, tuple[LocalShard, Hashable | None]] = {}
 
     def describe(self, value: Any) -> TensorDescription | None:
-        if id(value) not in self._described:
-            self._described[id(value)] = (value, self._inner.describe(value))
-        return self._described[id(value)][1]
+        known = self._described.get(id(value))
+        if known is None:
+            known = self._described[id(value)] = (value, self._inner.describe(value))
+        return known[1]
 
     def local_shards(self, value: Any) -> list[LocalShard]:
-        if id(value) not in self._shards:
-            self._shards[id(value)] = (value, self._inner.local_shards(value))
-        return self._shards[id(value)][1]
+        known = self._shards.get(id(value))
+        if known is None:
+            known = self._shards[id(value)] = (value, self._inner.local_shards(value))
+        return known[1]
 
     def host_view(self, shard: LocalShard) -> Carrier | None:
         return self._inner.host_view(shard)
@@ -179,9 +181,10 @@ class RememberedTensors(Tensors):
         return self._inner.empty(description, like)
 
     def storage_key(self, shard: LocalShard) -> Hashable | None:
-        if id(shard) not in self._keys:
-            self._keys[id(shard)] = (shard, self._inner.storage_key(shard))
-        return self._keys[id(shard)][1]
+        known = self._keys.get(id(shard))
+        if known is None:
+            known = self._keys[id(shard)] = (shard, self._inner.storage_key(shard))
+        return known[1]
 
 
 def tensor_test(tensors: Tensors) -> Callable[[Any], bool]:

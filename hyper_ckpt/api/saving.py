@@ -83,8 +83,9 @@ class Saving:
         prepared, error = attempt(lambda: self._part.prepare(state))
         self._operation.meet(self.call.agreed_options(), error)
         assert prepared is not None
+        plans = plans_of(self.call.platform)
         exchanged, error = attempt(
-            lambda: (self._operation.exchange(prepared.description), self._gather_trees(prepared))
+            lambda: (plans.known(self._operation.exchange(prepared.description)), self._gather_trees(prepared))
         )
         loose: list[Columns] = []
         data = self._operation.agree("planning", b"", error, lambda _: self._decide(*_known(exchanged), loose))

@@ -15,7 +15,7 @@ from hyper_ckpt.box import offsets_inside
 from hyper_ckpt.columns import Columns, Placed
 from hyper_ckpt.contracts.placement import FilePlan, StorageWriter
 from hyper_ckpt.contracts.planner import PlanContext, SavePlanner
-from hyper_ckpt.contracts.platform import LocalShard, Platform
+from hyper_ckpt.contracts.platform import Carrier, LocalShard, Platform
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.description import Description
 from hyper_ckpt.engine.budget import Budget
@@ -210,21 +210,21 @@ class Part:
 
     def _pieces(self, flat: FlatState, columns: Columns, placed: Placed, plans: list[FilePlan]) -> Iterator[WritePiece]:
         """The chunks with the memory that they come from."""
-        table, sizes = columns.table, columns.nbytes()
+        table, tensors = columns.table, self.context.tensors
         plan_of = {plan.name: i for i, plan in enumerate(plans)}
-        starts = chunk_starts(columns, placed)
-        shards: dict[int, list[tuple[LocalShard, Any]]] = {}
-        for row in range(len(columns)):
-            number = int(columns.tensor[row])
-            name = table.names[number]
-            if number not in shards:
-                own = self._call.planner.get_data(flat.tensors, name, self.context)
-                shards[number] = [(s, self.context.tensors.host_view(s)) for s in own]
-            offsets, box_sizes = columns.box(row)
-            shard, view, low = _holding(shards[number], name, offsets, box_sizes)
+        numbers = [plan_of.get(name, -1) for name in placed.files]
+        files = placed.entry_file[placed.entry].tolist()
+        starts, sizes = chunk_starts(columns, placed).tolist(), columns.nbytes().tolist()
+        shards: dict[int, list[tuple[LocalShard, Carrier | None]]] = {}
+        rows = zip(columns.tensor.tolist(), columns.boxes(), files, starts, sizes, strict=True)
+        for number, (offsets, box_sizes), file, start, nbytes in rows:
+            name, own = table.names[number], shards.get(number)
+            if own is None:
+                data = self._call.planner.get_data(flat.tensors, name, self.context)
+                own = shards[number] = [(s, tensors.host_view(s)) for s in data]
+            shard, view, low = _holding(own, name, offsets, box_sizes)
             source = Source(shard, table.dtypes[number], view, low, box_sizes)
-            file = plan_of[placed.files[int(placed.entry_file[placed.entry[row]])]]
-            yield WritePiece(name, file, int(starts[row]), int(sizes[row]), source)
+            yield WritePiece(name, numbers[file], start, nbytes, source)
 
 
 def plan_digest(columns: Columns) -> bytes:
@@ -239,8 +239,8 @@ def _payload_pieces(plans: list[FilePlan], payloads: Mapping[str, bytes]) -> Ite
 
 
 def _holding(
-    shards: list[tuple[LocalShard, Any]], name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
-) -> tuple[LocalShard, Any, tuple[int, ...]]:
+    shards: list[tuple[LocalShard, Carrier | None]], name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> tuple[LocalShard, Carrier | None, tuple[int, ...]]:
     """The shard that holds a box, its memory, and the box's offsets inside it."""
     for shard, view in shards:
         low = offsets_inside(offsets, sizes, shard.offsets, shard.sizes)

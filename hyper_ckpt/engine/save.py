@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from hyper_ckpt.box import cut, split_units
@@ -37,8 +38,7 @@ PACK_BYTES = 64 << 10
 """Pieces below this that follow each other are written together."""
 
 
-@dataclass(frozen=True, eq=False)
-class Source:
+class Source(msgspec.Struct, frozen=True, eq=False):
     """What a piece is cut from: a box of a shard, given in elements relative to the shard."""
 
     shard: LocalShard
@@ -48,8 +48,7 @@ class Source:
     sizes: tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class WritePiece:
+class WritePiece(msgspec.Struct, frozen=True, eq=False):
     """Bytes to write in one run: at `start` in the data section of file `file`."""
 
     name: str
@@ -66,7 +65,7 @@ class WritePiece:
     @property
     def is_staged(self) -> bool:
         """Whether the bytes must first be copied out of a device."""
-        return isinstance(self.source, Source) and self.source.view is None
+        return type(self.source) is Source and self.source.view is None
 
 
 @dataclass(frozen=True)
@@ -240,10 +239,12 @@ class _Files:
         ]
 
     def _view(self, piece: WritePiece) -> Carrier:
-        if isinstance(piece.source, bytes):
-            return np.frombuffer(piece.source, np.uint8)
-        assert piece.source.view is not None
-        return cut(piece.source.view, piece.source.offsets, piece.source.sizes)
+        source = piece.source
+        if isinstance(source, bytes):
+            return np.frombuffer(source, np.uint8)
+        assert source.view is not None
+        whole = source.view.shape == source.sizes
+        return source.view if whole else cut(source.view, source.offsets, source.sizes)
 
     def _write_blocks(self, piece: WritePiece, at: int, data: ByteBuffer) -> None:
         """Digests and writes whole blocks from `at` (a multiple of the block) while each is in the cache."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -154,7 +154,13 @@ def _moved(piece: WritePiece, staged: dict[int, Carrier], places: dict[int, Carr
         return piece
     if id(piece) in places:
         none = (0,) * len(piece.source.sizes)
-        return replace(piece, source=replace(piece.source, view=places[id(piece)], offsets=none))
+        return _from(piece, places[id(piece)], none)
     if piece.is_staged:
-        return replace(piece, source=replace(piece.source, view=staged[id(piece.source.shard)]))
+        return _from(piece, staged[id(piece.source.shard)], piece.source.offsets)
     return piece
+
+
+def _from(piece: WritePiece, view: Carrier, offsets: tuple[int, ...]) -> WritePiece:
+    assert isinstance(piece.source, Source)
+    source = Source(piece.source.shard, piece.source.dtype, view, offsets, piece.source.sizes)
+    return WritePiece(piece.name, piece.file, piece.start, piece.nbytes, source)

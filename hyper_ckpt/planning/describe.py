@@ -73,7 +73,7 @@ def describe(tensors: Mapping[str, Any], skeleton: bytes, context: PlanContext, 
         tuple(boxes),
         line_digests(structure, prints),
         tuple(find_ties(shards, shapes, context.tensors).items()),
-        tuple(sorted(name for name, own in shards.items() if not any(_count(s) for s in own))),
+        tuple([name for name, own in shards.items() if all(0 in s.sizes for s in own)]),
     )
     return Description(structure, part, tuple(prints.get(r.name, b"") for r in records))
 
@@ -88,8 +88,8 @@ def find_ties(
     firsts: dict[object, str] = {}
     ties: dict[str, str] = {}
     for name in sorted(shards):
-        keys = tuple((s.offsets, tensors.storage_key(s)) for s in shards[name] if _count(s))
-        if keys and all(key is not None for _, key in keys):
+        keys = tuple([(s.offsets, tensors.storage_key(s)) for s in shards[name] if 0 not in s.sizes])
+        if keys and None not in [key for _, key in keys]:
             first = firsts.setdefault((shapes[name], keys), name)
             if first != name:
                 ties[name] = first
@@ -100,12 +100,8 @@ def _fingerprint(shards: list[LocalShard], description: TensorDescription, tenso
     """Of explicit boxes each has its own: ranks may share some of them."""
     if not isinstance(description.layout, Boxes):
         return tensors.fingerprint(shards)
-    full = sorted((s for s in shards if _count(s)), key=lambda s: (s.offsets, s.sizes))
+    full = sorted((s for s in shards if 0 not in s.sizes), key=lambda s: (s.offsets, s.sizes))
     return b"".join(tensors.fingerprint([s]) for s in full)
-
-
-def _count(shard: LocalShard) -> int:
-    return math.prod(shard.sizes)
 
 
 def _may_have_replicas(description: TensorDescription, world_size: int) -> bool:

@@ -121,7 +121,7 @@ def _loose_boxes(world: World, table: TensorTable, loose: list[int]) -> tuple[In
         offsets.append(pad(o[keep], table.width, 0))
         sizes.append(pad(s[keep], table.width, 1))
 
-    holders = holders_by_name(world)
+    holders = holders_by_name(world) if number_of else {}
     for name, number in number_of.items():
         shape = table.shapes[number]
         for c, i in holders[name]:

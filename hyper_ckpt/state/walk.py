@@ -17,6 +17,8 @@ from hyper_ckpt.state.tree import (
     with_items,
 )
 
+_INNER = (KeyedNode, SequenceNode, StatefulNode, RanksNode)
+
 
 def _walk(node: Node, name: str | None) -> Iterator[tuple[str | None, Node]]:
     yield name, node
@@ -27,7 +29,10 @@ def _walk(node: Node, name: str | None) -> Iterator[tuple[str | None, Node]]:
             yield from _walk(variant, name)
     else:
         for child_name, child in children(node, name):
-            yield from _walk(child, child_name)
+            if isinstance(child, _INNER):
+                yield from _walk(child, child_name)
+            else:  # most are leaves: no generator for each
+                yield child_name, child
 
 
 def all_names(tree: Node) -> list[str]:

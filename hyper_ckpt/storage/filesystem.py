@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -62,9 +63,18 @@ class FileSystemWriter(StorageWriter):
         return ""
 
     def place(self, columns: Columns, save_id: str) -> Placed:
+        labels = self._labels(columns)
+        key = ("placed", *labels) if any(labels) else "placed"
+        if key not in columns.memo:
+            columns.memo[key] = self._placed(columns, labels)
+        placed: Placed
+        placed, parts = columns.memo[key]
+        return placed.named(tuple([data_file_name(rank, save_id, part, label) for rank, part, label in parts]))
+
+    def _placed(self, columns: Columns, labels: Sequence[str]) -> tuple[Placed, list[tuple[int, int, str]]]:
+        """Places without names of files, and rank, part and label of each file."""
         itemsizes = columns.table.itemsizes()[columns.tensor]
         nbytes = element_counts(columns.sizes) * itemsizes
-        labels = [self._label(n) for n in columns.table.names]
         groups, number = np.unique(np.array(labels, object), return_inverse=True)
         # One slot a rank and group; a slot has several files only where a header would grow too long.
         slot = columns.rank * max(len(groups), 1) + number.astype(np.int64)[columns.tensor]
@@ -79,11 +89,18 @@ class FileSystemWriter(StorageWriter):
         entry = np.empty(len(columns), np.int64)
         entry[order] = np.arange(len(columns))
         tensor, ranks = columns.tensor[order], columns.rank[order][firsts]
-        names = tuple(
-            data_file_name(int(r), save_id, int(p), labels[t])
-            for r, p, t in zip(ranks, part[firsts], tensor[firsts], strict=True)
-        )
-        return Placed(names, ranks, entry, tensor, file_of, starts, columns.offsets[order], columns.sizes[order])
+        parts = [
+            (rank, number, labels[t])
+            for rank, number, t in zip(ranks.tolist(), part[firsts].tolist(), tensor[firsts].tolist(), strict=True)
+        ]
+        placed = Placed((), ranks, entry, tensor, file_of, starts, columns.offsets[order], columns.sizes[order])
+        return placed, parts
+
+    def _labels(self, columns: Columns) -> list[str]:
+        """The group of each tensor of the table."""
+        if type(self).group_of is FileSystemWriter.group_of:
+            return [""] * len(columns.table.names)
+        return [self._label(name) for name in columns.table.names]
 
     def _label(self, name: str) -> str:
         group = self.group_of(name)
@@ -126,26 +143,35 @@ class FileSystemWriter(StorageWriter):
         return plans + [_plan(data_file_name(rank, save_id, 0, g), [], own) for g, own in beside.items()]
 
     def _file(self, columns: Columns, placed: Placed, file: int, payloads: Sequence[tuple[str, int]]) -> FilePlan:
+        key = ("file", file, *payloads)
+        if key not in placed.memo:
+            placed.memo[key] = self._planned(columns, placed, file, payloads)
+        plan: FilePlan = placed.memo[key]
+        return dataclasses.replace(plan, name=placed.files[file])
+
+    def _planned(self, columns: Columns, placed: Placed, file: int, payloads: Sequence[tuple[str, int]]) -> FilePlan:
         table = columns.table
-        entries = []
         rows = np.flatnonzero(placed.entry_file == file)
-        keys = choose_keys([table.names[int(t)] for t in placed.entry_tensor[rows]] + [n for n, _ in payloads])
-        for key, row in zip(keys[: len(rows)], rows, strict=True):
-            t = int(placed.entry_tensor[row])
-            d = len(table.shapes[t])
-            sizes = tuple(placed.entry_sizes[row, :d].tolist())
-            offsets = tuple(placed.entry_offsets[row, :d].tolist())
-            entries.append(
-                Entry(
-                    key, table.dtype(t), sizes, int(placed.entry_start[row]), table.names[t], table.shapes[t], offsets
-                )
-            )
-        return _plan(placed.files[file], entries, payloads, keys[len(rows) :])
+        tensors = placed.entry_tensor[rows].tolist()
+        names = [table.names[t] for t in tensors]
+        keys = choose_keys(names + [n for n, _ in payloads])
+        places = zip(
+            placed.entry_offsets[rows].tolist(),
+            placed.entry_sizes[rows].tolist(),
+            placed.entry_start[rows].tolist(),
+            strict=True,
+        )
+        entries = []
+        for key, t, name, (offsets, sizes, start) in zip(keys[: len(rows)], tensors, names, places, strict=True):
+            shape = table.shapes[t]
+            d = len(shape)
+            entries.append(Entry(key, table.dtype(t), tuple(sizes[:d]), start, name, shape, tuple(offsets[:d])))
+        return _plan("", entries, payloads, keys[len(rows) :])
 
 
 def _plan(name: str, entries: list[Entry], payloads: Sequence[tuple[str, int]], keys: Sequence[str] = ()) -> FilePlan:
     """Appends the payloads as U8 entries."""
-    at = sum(int(np.prod(e.sizes, dtype=np.int64)) * e.dtype.itemsize for e in entries)
+    at = sum(entry.nbytes for entry in entries)
     starts = {}
     for key, (payload, nbytes) in zip(keys or choose_keys([n for n, _ in payloads]), payloads, strict=True):
         entries.append(Entry(key, dtype_of("uint8"), (nbytes,), at, payload, (nbytes,), (0,)))

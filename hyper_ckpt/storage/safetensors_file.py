@@ -12,7 +12,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Annotated, Any
 
@@ -61,8 +60,7 @@ class _Note(msgspec.Struct, omit_defaults=True):
 _NO_NOTE = _Note()
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     """One box of one tensor, stored in one piece.
 
     Args:
@@ -131,9 +129,9 @@ def build_header(entries: Sequence[Entry]) -> bytes:
             raise PlanError(f"entry {entry.key!r} at byte {entry.start}: keys are unique and follow without a hole")
         end += entry.nbytes
         stored[entry.key] = _Stored(entry.dtype.code, entry.dtype.stored_shape(entry.sizes), (entry.start, end))
-        note = _note(entry)
-        if note != _NO_NOTE:
-            notes[entry.key] = note
+        plain = entry.key == entry.name and entry.global_shape == entry.sizes and not entry.dtype.stored_as_bytes
+        if not plain:
+            notes[entry.key] = _note(entry)
     metadata = {_FORMAT: "pt", _NOTES: msgspec.json.encode(notes).decode()}
     text = msgspec.json.encode({_METADATA: metadata, **stored})
     length = -(-(_LENGTH_BYTES + len(text)) // _ALIGNMENT) * _ALIGNMENT - _LENGTH_BYTES
@@ -189,11 +187,13 @@ def parse_header(data: bytes, file_size: int) -> list[Entry]:
 
 def _is_legal(name: str) -> bool:
     """Whether a tensor's name can be a key. Readers accept any text, the empty one and NUL included."""
-    return name not in _RESERVED and not _LOOKS_ESCAPED.search(name) and _printable(name) is name
+    return name not in _RESERVED and not ("@" in name and _LOOKS_ESCAPED.search(name)) and _printable(name) is name
 
 
 def _printable(name: str) -> str:
     """The name itself if UTF-8 can encode it; else with an escape for every lone surrogate."""
+    if name.isascii():
+        return name
     try:
         name.encode()
     except UnicodeEncodeError:

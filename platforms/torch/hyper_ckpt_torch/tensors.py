@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from hyper_ckpt_torch.layouts import Layouts, as_dtensor, local_tensor
 
 # Older releases of torch lack the youngest dtypes.
 NAMES = {getattr(torch, name): name for name in BY_NAME if hasattr(torch, name)}
+_CARRIERS = {dtype: BY_NAME[name].carrier for dtype, name in NAMES.items()}
 _REMEDIES = {
     "complex32": "save torch.view_as_real(tensor)",
     "float4_e2m1fn_x2": "save tensor.view(torch.uint8)",
@@ -48,7 +50,7 @@ class TorchTensors(Tensors):
     def describe(self, value: Any) -> TensorDescription | None:
         if not isinstance(value, torch.Tensor):
             return None
-        if type(value).__module__.startswith("torch.distributed._shard"):
+        if _is_old_sharded(type(value)):
             raise UnsupportedStateError(
                 f"torch's old {type(value).__name__} cannot be stored: give FSDP a device_mesh, so that its state has "
                 "DTensors, or use fully_shard"
@@ -56,8 +58,11 @@ class TorchTensors(Tensors):
         dtensor = as_dtensor(value)
         local = value if dtensor is None else local_tensor(dtensor)
         _check_storable(local)
-        layout = Replicated() if dtensor is None else self._layouts.of(dtensor)
-        return TensorDescription(_dtype_name(value.dtype), tuple(value.shape), layout, local.device.type != "meta")
+        if dtensor is None:
+            return _whole(value.dtype, value.shape, not value.is_meta)
+        return TensorDescription(
+            _dtype_name(value.dtype), tuple(value.shape), self._layouts.of(dtensor), not local.is_meta
+        )
 
     def local_shards(self, value: Any) -> list[LocalShard]:
         dtensor = as_dtensor(value)
@@ -69,14 +74,14 @@ class TorchTensors(Tensors):
 
     def host_view(self, shard: LocalShard) -> Carrier | None:
         tensor: torch.Tensor = shard.data
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             return None
-        return _carriers(tensor.resolve_conj().resolve_neg())
+        return _carriers(tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor)
 
     def writable(self, shard: LocalShard) -> Carrier | None:
         tensor: torch.Tensor = shard.data
         check_target(tensor)
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             return None
         if not tensor.is_inference():
             # Writes through numpy go past autograd: without this, a backward pass that saved the old
@@ -98,18 +103,15 @@ class TorchTensors(Tensors):
 
     def storage_key(self, shard: LocalShard) -> Hashable | None:
         tensor: torch.Tensor = shard.data
-        strides = [step * tensor.element_size() for step in tensor.stride()]
-        dtype = NAMES[tensor.dtype]
-        on_meta = tensor.device.type == "meta"
         # On the meta device all pointers are 0, but views of one storage have that in common.
+        on_meta = tensor.is_meta
         pointer = tensor.untyped_storage()._cdata + tensor.storage_offset() if on_meta else tensor.data_ptr()
-        key = memory_key(pointer, tuple(tensor.shape), strides, dtype)
-        if key is None:
-            return None
+        strides = _byte_strides(tensor.stride(), tensor.element_size())
+        key = memory_key(pointer, tensor.shape, strides, NAMES[tensor.dtype])
         # A conjugated view has the memory, but not the elements, of its base.
         view = (tensor.is_conj(), tensor.is_neg())
-        on_host = tensor.device.type == "cpu" and not any(view)
-        return key if on_host else (key, str(tensor.device), view)
+        on_host = tensor.is_cpu and not any(view)
+        return key if on_host or key is None else (key, str(tensor.device), view)
 
     def _view_or_samples(self, shard: LocalShard) -> Carrier:
         view = self.host_view(shard)
@@ -175,14 +177,39 @@ def _carriers(tensor: torch.Tensor) -> Carrier:
 
     Not through `numpy()`: that marks the storage as shared for good, and FSDP can no longer free or resize it.
     """
-    carrier, shape = BY_NAME[NAMES[tensor.dtype]].carrier, tuple(tensor.shape)
+    carrier, shape = _CARRIERS[tensor.dtype], tuple(tensor.shape)
     if not tensor.numel():
         return np.empty(shape, carrier)
-    strides = tuple(step * carrier.itemsize for step in tensor.stride())
-    span = sum((length - 1) * step for length, step in zip(shape, strides, strict=True)) + carrier.itemsize
+    strides = _byte_strides(tensor.stride(), carrier.itemsize)
+    span = carrier.itemsize
+    for length, step in zip(shape, strides, strict=True):
+        span += (length - 1) * step
     memory: Any = (ctypes.c_uint8 * span).from_address(tensor.data_ptr())
     memory.owner = tensor  # the array keeps `memory`, and that keeps the tensor
     return np.ndarray(shape, carrier, memory, 0, strides)
+
+
+@functools.lru_cache(maxsize=4096)  # thousands of tensors have a few shapes
+def _byte_strides(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    return tuple([step * itemsize for step in strides])
+
+
+@functools.lru_cache(maxsize=4096)
+def _whole(dtype: torch.dtype, shape: torch.Size, has_memory: bool) -> TensorDescription:
+    """The description of a plain tensor."""
+    return TensorDescription(_dtype_name(dtype), tuple(shape), Replicated(), has_memory)
+
+
+@functools.lru_cache(maxsize=256)
+def _is_old_sharded(kind: type) -> bool:
+    return kind.__module__.startswith("torch.distributed._shard")
+
+
+@functools.lru_cache(maxsize=256)
+def _has_own_data(kind: type[torch.Tensor]) -> bool:
+    """Whether tensors of this class are their elements, and have them from the beginning."""
+    lazy = issubclass(kind, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer)
+    return not lazy and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -197,6 +224,14 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _check_storable(tensor: torch.Tensor) -> None:
     """Refuses tensors whose elements don't lie in memory as their shape and dtype say."""
+    # All in one go where nothing is wrong: it is asked of every tensor.
+    if (
+        _has_own_data(type(tensor))
+        and tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_nested)
+        and (tensor.is_meta or tensor.untyped_storage().nbytes() or not tensor.numel())
+    ):
+        return
     kind = type(tensor).__qualname__
     if torch.nn.parameter.is_lazy(tensor):
         raise UnsupportedStateError(f"a {kind} has no shape yet: run the module once before saving or loading")
@@ -211,13 +246,12 @@ def _check_storable(tensor: torch.Tensor) -> None:
         )
     if tensor.is_nested:
         raise UnsupportedStateError("a nested tensor cannot be stored: save its unbind(), a list of tensors")
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if not _has_own_data(type(tensor)):
         raise UnsupportedStateError(
             f"a {kind} is a tensor only from outside, its data is elsewhere: save the plain tensors inside it, or "
             "register a codec for its type"
         )
-    if tensor.device.type != "meta" and tensor.numel() and not tensor.untyped_storage().nbytes():
-        raise UnsupportedStateError(
-            "the memory of a tensor was freed (a parameter that FSDP has gathered and dropped?): take the state from "
-            "state_dict()"
-        )
+    raise UnsupportedStateError(
+        "the memory of a tensor was freed (a parameter that FSDP has gathered and dropped?): take the state from "
+        "state_dict()"
+    )
