@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import hyper_ckpt
-from hyper_ckpt import ItemSavePlanner, StandardSavePlanner
+from hyper_ckpt import FileSystemWriter, ItemSavePlanner, PerRank, ShardedTensor, StandardSavePlanner
 from hyper_ckpt.api.plans import plans_of
 from hyper_ckpt.contracts.platform import Platform
 from hyper_ckpt.layout import Mesh, MeshLayout, Replicate, Shard
@@ -133,3 +133,59 @@ def test_another_option_or_planner_is_a_miss(options: dict[str, Any]) -> None:
         assert all(m == [m[0]] * 3 for m in made), "listed boxes are planned anew each time"
     else:
         assert all(m[0] == m[1] < m[2] for m in made)
+
+
+def test_boxes_that_move_between_ranks_are_not_remembered() -> None:
+    """Nor are they where something else is tied, so that the plan is that of a world without some tensors."""
+    url = f"memory://plans/{time.monotonic_ns()}"
+
+    def job(platform: Platform) -> list[bool]:
+        rank, found = platform.ranks.rank, []
+        for number in range(3):
+            half = (rank + number) % 2 * 4
+            part = W[half : half + 4] + number
+            state = {
+                "boxes": ShardedTensor([(part, (half, 0))], W.shape),
+                "tied": [W, W],
+                "each": PerRank(rank * number),
+            }
+            hyper_ckpt.save(state, f"{url}/{number}", platform=platform, timeout=30)
+            found.append(np.array_equal(hyper_ckpt.read(f"{url}/{number}")["boxes"], W + number))
+        return found
+
+    assert run_world(2, job) == [[True] * 3] * 2
+
+
+def test_payloads_of_another_size_move() -> None:
+    """The same tensors, but other values beside them in the file."""
+    url = f"memory://plans/{time.monotonic_ns()}"
+    for number, size in enumerate([3, 100_000, 3, 200_000]):
+        state = {"w": W + number, "each": PerRank("x" * size), "large": "y" * (100_000 + size)}
+        hyper_ckpt.save(state, f"{url}/{number}", no_dist=True)
+        assert hyper_ckpt.verify(f"{url}/{number}").ok
+        found = hyper_ckpt.read(f"{url}/{number}")
+        assert np.array_equal(found["w"], W + number)
+        assert (found["each"].value, found["large"]) == ("x" * size, state["large"])
+
+
+class Halves(FileSystemWriter):
+    """Gives each tensor the file of a group that a list says."""
+
+    def __init__(self, groups: dict[str, str]) -> None:
+        super().__init__()
+        self.groups = groups
+
+    def group_of(self, name: str) -> str:
+        return self.groups.get(name, "")
+
+
+def test_a_writer_that_groups_otherwise_is_asked_again() -> None:
+    url = f"memory://plans/{time.monotonic_ns()}"
+    state = {"a": W, "b": W + 1, "c": np.ones(3, "f4")}
+    for number, groups in enumerate([{}, {"a": "x"}, {"b": "x"}, {"a": "x", "b": "y"}, {}]):
+        where = f"{url}/{number}"
+        hyper_ckpt.save(state, where, storage_writer=Halves(groups), no_dist=True)
+        assert hyper_ckpt.verify(where).ok
+        files = {name.rpartition("-")[2].partition(".")[0] for name in hyper_ckpt.read_metadata(where).files}
+        assert files & {"x", "y"} == set(groups.values())
+        assert all(np.array_equal(found, state[name]) for name, found in hyper_ckpt.read(where).items())
