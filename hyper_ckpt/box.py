@@ -83,7 +83,8 @@ def group_equal(rows: IntArray) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.in
     if not len(rows):
         return np.zeros(0, np.intp), np.zeros(0, np.intp)
     low = rows.min(axis=0)
-    spans = [int(s) + 1 for s in rows.max(axis=0) - low]
+    # As Python's integers: the span of a column may have more bits than its numbers.
+    spans = [high - least + 1 for high, least in zip(rows.max(axis=0).tolist(), low.tolist(), strict=True)]
     bits = sum(max(s - 1, 1).bit_length() for s in spans)
     if bits <= 62:
         key = np.zeros(len(rows), np.int64)

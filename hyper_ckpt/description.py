@@ -42,7 +42,7 @@ class LayoutRecord(msgspec.Struct, frozen=True, array_like=True):
         return sharded_dims(self.mesh_shape, self.decoded())
 
 
-class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
+class TensorRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One tensor; `layout` counts in the structure's layouts."""
 
     name: str

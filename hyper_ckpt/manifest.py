@@ -23,7 +23,7 @@ MAX_DIMS = 64
 MAX_CORNERS = 1 << 24
 
 
-class Part(msgspec.Struct, frozen=True, omit_defaults=True):
+class Part(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The chunks of a tensor that make one copy: cells of a grid, or explicit columns.
 
     `start` counts bytes from the data section of each chunk's file: one number where all are equal.
@@ -36,7 +36,7 @@ class Part(msgspec.Struct, frozen=True, omit_defaults=True):
     files: list[int] = []
 
 
-class TensorRow(Part, frozen=True, omit_defaults=True, kw_only=True):
+class TensorRow(Part, frozen=True, omit_defaults=True, kw_only=True, gc=False):
     """A tensor of the manifest; the inherited fields are the copy that covers it."""
 
     dtype: str
@@ -68,8 +68,7 @@ class _Document(msgspec.Struct, frozen=True):
     user: msgspec.Raw
 
 
-@dataclass(frozen=True)
-class Chunks:
+class Chunks(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The stored chunks of one copy of a tensor: boxes (n, d), file numbers and starts (n,)."""
 
     offsets: IntArray
@@ -78,8 +77,7 @@ class Chunks:
     start: IntArray
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A tensor as stored; `copies[0]` covers it, further ones may be partial."""
 
     name: str
@@ -215,24 +213,20 @@ class Manifest:
 
     def _decode(self, name: str, raw: msgspec.Raw) -> StoredTensor:
         try:
-            row = msgspec.json.decode(raw, type=TensorRow)
-            if row.dtype not in BY_NAME:
-                raise ValueError(f"unknown dtype {row.dtype!r}")
-            nbytes = _product(row.shape) * BY_NAME[row.dtype].itemsize
-            if len(row.shape) > MAX_DIMS or any(not 0 <= n < 1 << 60 for n in row.shape) or nbytes >= 1 << 60:
-                raise ValueError(f"impossible shape {row.shape}")
-            copies = tuple(self._chunks(part, row.dtype, row.shape) for part in (row, *row.copies))
+            row = _ROWS.decode(raw)
+            _check_size(row.dtype, row.shape)
+            copies = tuple([self._chunks(part, row.dtype, row.shape) for part in (row, *row.copies)])
         except (msgspec.ValidationError, ValueError, OverflowError) as error:
             raise ManifestError(f"{self.what}: tensor {name!r} is invalid: {error}") from error
         return StoredTensor(name, row.dtype, row.shape, copies)
 
     def _chunks(self, part: Part, dtype: str, shape: tuple[int, ...]) -> Chunks:
         cells = self._columns(part, shape) if part.grid is None else self._grid(part.grid, shape)
-        slack = cells.slack(BY_NAME[dtype].itemsize, self._room)
+        slack, least = cells.slack(BY_NAME[dtype].itemsize, self._room)
         n = len(cells.file)
         if isinstance(part.start, int):
-            start = np.full(n, part.start, np.int64)
-            outside = n > 0 and not 0 <= part.start <= int(slack.min())
+            outside = n > 0 and not 0 <= part.start <= least
+            start = np.array([0 if outside else part.start], np.int64).repeat(n)
         else:
             start = np.array(part.start, np.int64)
             if len(start) != n:
@@ -304,13 +298,32 @@ class _Cells:
     offsets: IntArray
     sizes: IntArray
     file: IntArray
-    _slack: dict[int, IntArray] = field(default_factory=dict)
+    _slack: dict[int, tuple[IntArray, int]] = field(default_factory=dict)
 
-    def slack(self, itemsize: int, room: IntArray) -> IntArray:
-        """The last byte of its file's data section at which each can start; below 0 if it does not fit."""
+    def slack(self, itemsize: int, room: IntArray) -> tuple[IntArray, int]:
+        """The last byte of its file's data section at which each can start, below 0 if it does not fit; and the least
+        of them."""
         if itemsize not in self._slack:
-            self._slack[itemsize] = room[self.file] - element_counts(self.sizes) * itemsize
+            slack = room[self.file] - element_counts(self.sizes) * itemsize
+            self._slack[itemsize] = (slack, int(slack.min()) if len(slack) else 0)
         return self._slack[itemsize]
+
+
+_ROWS = msgspec.json.Decoder(TensorRow)
+
+
+@functools.lru_cache(maxsize=4096)  # thousands of tensors have a few shapes
+def _check_size(dtype: str, shape: tuple[int, ...]) -> None:
+    """Refuses tensors that cannot be.
+
+    Raises:
+        ValueError: an unknown dtype, or too many dimensions or bytes.
+    """
+    if dtype not in BY_NAME:
+        raise ValueError(f"unknown dtype {dtype!r}")
+    impossible = len(shape) > MAX_DIMS or any(not 0 <= n < 1 << 60 for n in shape)
+    if impossible or _product(shape) * BY_NAME[dtype].itemsize >= 1 << 60:
+        raise ValueError(f"impossible shape {shape}")
 
 
 class _Head(msgspec.Struct, frozen=True):

@@ -31,7 +31,7 @@ class FileRecord(msgspec.Struct, frozen=True, array_like=True):
     rank: int
 
 
-class PieceRecord(msgspec.Struct, frozen=True, array_like=True):
+class PieceRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A contiguous piece of a file: file number in the receipt, bytes from the data section, bytes, xxh3-64 of
     each block as 16 hex digits, joined."""
 
@@ -42,7 +42,7 @@ class PieceRecord(msgspec.Struct, frozen=True, array_like=True):
 
     def blocks(self) -> npt.NDArray[np.uint64]:
         """The digests as numbers."""
-        return np.frombuffer(bytes.fromhex(self.digests), ">u8").astype(np.uint64)
+        return decode_digests(self.digests)
 
 
 class LocalPart(msgspec.Struct, frozen=True):
@@ -84,6 +84,11 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 RECEIPT_FORMAT = "hyper-ckpt-receipt"
+
+
+def decode_digests(text: str) -> npt.NDArray[np.uint64]:
+    """Digests in 16 hex digits each, joined, as numbers."""
+    return np.frombuffer(bytes.fromhex(text), ">u8").astype(np.uint64)
 
 
 def receipt_name(rank: int, save_id: str) -> str:
@@ -134,11 +139,11 @@ def decode_receipt(data: bytes, expected_digest: str | None, what: str) -> Recei
             blocks = -(-piece.nbytes // BLOCK_BYTES)
             if (
                 len(piece.digests) != 16 * blocks
+                or len(bytes.fromhex(piece.digests)) != 8 * blocks  # spaces are no digits
                 or not 0 <= piece.file < len(receipt.files)
                 or not 0 <= piece.start < 1 << 60
             ):
                 raise ValueError(f"piece {piece.file}/{piece.start} is out of bounds")
-            bytes.fromhex(piece.digests)
         if any(not 0 <= n < len(receipt.pieces) for n in receipt.payloads.values()):
             raise ValueError("a payload names no piece")
     except (msgspec.ValidationError, msgspec.DecodeError, ValueError, RecursionError) as error:

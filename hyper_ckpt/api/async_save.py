@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from hyper_ckpt.api.collector import paused_collector
 from hyper_ckpt.api.common import CheckpointId, attempt, in_flight, resolve_platform, shared_stage
 from hyper_ckpt.api.handle import SaveHandle
 from hyper_ckpt.api.reporting import Reporter
@@ -67,7 +68,7 @@ def async_save(
     chosen = resolve_platform(platform, state_dict, no_dist)
     saving, waited = arguments.start(chosen, timeout, waits_for_all=False)
     handle = SaveHandle(saving.call.store.url, timeout, waited)
-    with saving.reporter.failing():
+    with saving.reporter.failing(), paused_collector():
         rest = _Rest(saving.call, saving.reporter, saving.begin(state_dict))
     if rest.is_written:
         handle.mark_staged()

@@ -15,7 +15,8 @@ _was_enabled = False
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """Keeps the cyclic collector from running in this process, for a moment; as it was after the last one has left."""
+    """Keeps the cyclic collector from running in this process, as it was after the last one has left: while the caller
+    plans or is blocked. Objects that are gone by then cost nothing, so leave it behind them."""
     global _users, _was_enabled
     with _lock:
         if not _users:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_ckpt.agreement import Operation
+from hyper_ckpt.api.collector import paused_collector
 from hyper_ckpt.api.common import (
     MAX_TIMEOUT,
     CheckpointId,
@@ -115,7 +116,7 @@ def load(
     call = settle(this, resolve)
     quiet = not call.options.progress
     reporter = Reporter("load", call.store.url, chosen, quiet, registry().observers()).start()
-    with reporter.failing():
+    with reporter.failing(), paused_collector():
         return Loading(call, this, reporter).run(state_dict)
 
 

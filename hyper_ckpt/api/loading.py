@@ -15,7 +15,6 @@ import numpy as np
 
 from hyper_ckpt import errors
 from hyper_ckpt.agreement import Operation, StoppedError, broadcast_bytes
-from hyper_ckpt.api.collector import paused_collector
 from hyper_ckpt.api.common import RememberedTensors, all_tensors, attempt, few, tensor_test
 from hyper_ckpt.api.matching import Match, Matcher, count_votes, refuse_unexpected
 from hyper_ckpt.api.reporting import Reporter
@@ -129,7 +128,7 @@ class Loading:
 
     def run(self, state: dict[Any, Any]) -> LoadReport:
         """The story; begun again if the checkpoint is replaced while it is read."""
-        with self._phase("prepare"), paused_collector():
+        with self._phase("prepare"):
             flat, error = attempt(lambda: self._flatten(state))
         self._operation.meet(self._call.agreed_options(), error)
         assert flat is not None
@@ -180,7 +179,7 @@ class Loading:
 
     def _load(self, flat: FlatState, manifest: Manifest) -> LoadReport:
         self._kept.clear()
-        with self._phase("plan"), paused_collector():
+        with self._phase("plan"):
             match = self._match(flat, manifest)
             manifest = match.manifest or manifest
             stored = Stored(self._call.store, manifest, self._call.verify != "off")

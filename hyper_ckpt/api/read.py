@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
+from hyper_ckpt.api.collector import paused_collector
 from hyper_ckpt.api.common import CheckpointId, all_tensors, operation, resolve_id, resolve_platform, state_of
 from hyper_ckpt.api.loading import MAX_ATTEMPTS, LoadCall, Loading
 from hyper_ckpt.api.matching import Match
@@ -84,7 +85,7 @@ def read(
     )
     wanted = [keys] if isinstance(keys, str) else keys
     reporter = Reporter("load", store.url, chosen, not call.options.progress, registry().observers()).start()
-    with reporter.failing():
+    with reporter.failing(), paused_collector():
         for attempts_left in reversed(range(MAX_ATTEMPTS)):
             manifest = reader.load_metadata(store)
             try:

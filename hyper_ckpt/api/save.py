@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+from hyper_ckpt.api.collector import paused_collector
 from hyper_ckpt.api.common import (
     CheckpointId,
     check_number,
@@ -95,10 +96,15 @@ def save(
         durable, threads, max_host_bytes, user_metadata, options or SaveOptions(),
     )  # fmt: skip
     chosen = resolve_platform(platform, state_dict, no_dist)
+    with paused_collector():
+        return _save(arguments, chosen, timeout, state_dict)
+
+
+def _save(arguments: Arguments, platform: Platform, timeout: float, state: dict[Any, Any]) -> Metadata:
     # Saves become complete in the order of the calls.
-    saving, _ = arguments.start(chosen, timeout, waits_for_all=True)
+    saving, _ = arguments.start(platform, timeout, waits_for_all=True)
     with saving.reporter.failing():
-        begun = saving.begin(state_dict)
+        begun = saving.begin(state)
         return begun.finish(begun.write)
 
 

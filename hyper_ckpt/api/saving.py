@@ -77,7 +77,6 @@ class Saving:
         self._columns: Columns | None = None
         self._manifest: Manifest | None = None
 
-    @paused_collector()
     def begin(self, state: dict[Any, Any]) -> BegunTogether:
         """The first part, in the caller's thread: prepare, meet, exchange, decide, plan."""
         prepared, error = attempt(lambda: self._part.prepare(state))

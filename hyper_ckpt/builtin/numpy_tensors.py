@@ -90,6 +90,11 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int)
     A dimension is sound if its stride steps over all that the smaller strides span; an interleaving that
     breaks this without overlapping can only be made with `as_strided` and counts as overlapping.
     """
+    return _overlaps(tuple(shape), tuple(strides), itemsize)
+
+
+@functools.lru_cache(maxsize=4096)  # thousands of tensors have a few shapes
+def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
     if 0 in shape:
         return False
     span = itemsize

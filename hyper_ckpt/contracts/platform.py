@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -47,8 +48,7 @@ class TensorDescription:
     has_memory: bool = True
 
 
-@dataclass(frozen=True, eq=False)
-class LocalShard:
+class LocalShard(msgspec.Struct, frozen=True, eq=False):
     """One box of a tensor that lies on this rank, `data` in the platform's own type."""
 
     offsets: tuple[int, ...]

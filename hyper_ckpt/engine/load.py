@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -32,8 +33,7 @@ from hyper_ckpt.receipt import (
 Rows = npt.NDArray[np.intp]
 
 
-@dataclass(eq=False)
-class Target:
+class Target(msgspec.Struct, eq=False, gc=False):
     """One shard to fill. `view` is its memory, or a staging buffer that is copied in at the end.
 
     `remaining` counts the boxes that are still to be filled. `keeps`: not all of it is filled while its buffer is
@@ -70,13 +70,18 @@ def refuse_shared_memory(targets: Mapping[str, Sequence[Target]], ties: Mapping[
     """
     regions = []
     for name, shards in targets.items():
-        for view in (t.view for t in shards if t.view is not None and t.view.size):
-            spans = [(n - 1) * step for n, step in zip(view.shape, view.strides, strict=True)]
-            low = view.__array_interface__["data"][0] + sum(min(s, 0) for s in spans)
-            regions.append((low, low + sum(abs(s) for s in spans) + view.itemsize, ties.get(name, name), view))
+        for view in [t.view for t in shards if t.view is not None and t.view.size]:
+            low = view.__array_interface__["data"][0]
+            high = low + view.nbytes
+            if not view.flags.c_contiguous:
+                spans = [(n - 1) * step for n, step in zip(view.shape, view.strides, strict=True)]
+                low += sum(min(s, 0) for s in spans)
+                high = low + sum(abs(s) for s in spans) + view.itemsize
+            regions.append((low, high, ties.get(name, name), view))
     reach: list[tuple[int, str, Carrier]] = []  # regions that may go on
     for low, high, name, view in sorted(regions, key=lambda r: r[:2]):
-        reach = [r for r in reach if r[0] > low]
+        if reach:
+            reach = [r for r in reach if r[0] > low]
         for _, other, theirs in reach:
             if other != name and _overlap(view, theirs):
                 raise TargetError(
@@ -148,7 +153,8 @@ class Loader:
         self._broadcasting = False
         self._located_order = order
         self._located_want = job.located.want[order]
-        self._places: dict[int, tuple[Target, tuple[int, ...]]] = {}
+        self._boxes = job.columns.boxes()
+        self._places = [self._find(row) for row in range(len(job.columns))]
         self._count_rows()
         largest = max((t.nbytes for ts in job.targets.values() for t in ts if t.view is None), default=0)
         shared = bool((job.columns.group >= 0).any())
@@ -165,8 +171,7 @@ class Loader:
     def _count_rows(self) -> None:
         """Counts the boxes of every target, and finds the staged ones that are filled only in part."""
         rows_of: dict[int, list[int]] = {}
-        for row in range(len(self.job.columns)):
-            target = self._target(row)[0]
+        for row, (target, _) in enumerate(self._places):
             target.remaining += 1
             if target.view is None:
                 rows_of.setdefault(id(target), []).append(row)
@@ -344,12 +349,10 @@ class Loader:
 
     def _target(self, row: int) -> tuple[Target, tuple[int, ...]]:
         """The shard that a wanted box lies in, and the box's offsets inside it."""
-        if row not in self._places:
-            self._places[row] = self._find(row)
         return self._places[row]
 
     def _find(self, row: int) -> tuple[Target, tuple[int, ...]]:
-        offsets, sizes = self.job.columns.box(row)
+        offsets, sizes = self._boxes[row]
         name = self.job.columns.table.names[int(self.job.columns.tensor[row])]
         for target in self.job.targets[name]:
             low = offsets_inside(offsets, sizes, target.shard.offsets, target.shard.sizes)
@@ -359,10 +362,10 @@ class Loader:
 
     def destination(self, row: int) -> Carrier:
         """The memory of a wanted box."""
-        target, low = self._target(row)
-        _, sizes = self.job.columns.box(row)
+        target, low = self._places[row]
+        _, sizes = self._boxes[row]
         assert target.view is not None
-        return cut(target.view, low, sizes)
+        return target.view if target.view.shape == sizes else cut(target.view, low, sizes)
 
     def _piece(self, i: int) -> tuple[Piece, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
         located, columns = self.job.located, self.job.columns
@@ -380,42 +383,39 @@ class Loader:
 
     def all_tasks(self, wanted: Sequence[tuple[int, Carrier]]) -> Iterator[Task]:
         """Tasks that fill wanted boxes, given with their memory. Small pieces wanted whole are read together."""
-        small: list[tuple[Piece, ByteBuffer]] = []
+        small: list[tuple[Piece, Carrier]] = []
+        stored = self.job.stored
         for row, destination in wanted:
-            i = self._small_whole[row]
-            if i >= 0 and destination.flags.c_contiguous:
-                number = int(self.job.columns.tensor[row])
-                small.append((self._stored_piece(i, number, destination.nbytes), _flat(destination)))
-                self.counts.read += destination.nbytes
+            place = self._small_whole.get(row)
+            if place is not None:
+                nbytes = destination.nbytes
+                small.append((stored.piece(*place, nbytes), destination))
+                self.counts.read += nbytes
             else:
                 yield from self._read_tasks(row, destination)
         yield from self._reader.small_tasks(small)
 
     @functools.cached_property
-    def _small_whole(self) -> list[int]:
-        """Per wanted row, the stored piece that is all of it, if it is small; else -1."""
-        located, out = self.job.located, np.full(len(self.job.columns), -1, np.int64)
-        times = np.bincount(located.want, minlength=len(out))
+    def _small_whole(self) -> dict[int, tuple[str, int, int]]:
+        """The wanted rows that are one small stored piece, whole: name, file and start of the piece."""
+        located, columns = self.job.located, self.job.columns
+        times = np.bincount(located.want, minlength=len(columns))
         same = (located.piece_sizes == located.sizes).all(axis=1) & (times[located.want] == 1)
         i = np.flatnonzero(same & (self.nbytes[located.want] < SMALL_BYTES))
-        out[located.want[i]] = i
-        found: list[int] = out.tolist()
-        return found
+        names = [columns.table.names[number] for number in columns.tensor[located.want[i]].tolist()]
+        places = zip(names, located.file[i].tolist(), located.start[i].tolist(), strict=True)
+        return dict(zip(located.want[i].tolist(), places, strict=True))
 
     def _read_tasks(self, row: int, destination: Carrier) -> Iterator[Task]:
         """Tasks that fill a wanted box from the stored pieces."""
         low, high = np.searchsorted(self._located_want, [row, row + 1])
-        base = self.job.columns.box(row)[0]
+        base = self._boxes[row][0]
         for i in self._located_order[low:high].tolist():
             piece, shape, offsets, sizes, itemsize = self._piece(i)
             at = self.job.located.offsets[i, : len(base)].tolist()
             part = cut(destination, [a - b for a, b in zip(at, base, strict=True)], sizes)
             self.counts.read += math.prod(sizes) * itemsize
             yield from self._reader.tasks(piece, shape, offsets, sizes, part)
-
-
-def _flat(view: Carrier) -> ByteBuffer:
-    return view.reshape(-1).view(np.uint8)
 
 
 def _batches(nbytes: IntArray, rows: Rows, limit: int) -> Iterator[list[int]]:

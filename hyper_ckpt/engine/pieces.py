@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from hyper_ckpt.box import contiguous_dim, cut
-from hyper_ckpt.contracts.platform import ByteBuffer, Carrier, Stager
+from hyper_ckpt.contracts.platform import Carrier, Stager
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.engine.budget import Budget
 from hyper_ckpt.engine.digest import Digests, block_count, block_digest
@@ -26,8 +27,7 @@ MAX_GAP_BYTES = 64 << 10
 """Unwanted bytes between two runs up to which one read over both is cheaper."""
 
 
-@dataclass(frozen=True, eq=False)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A stored piece: file, bytes from the file's beginning, bytes, digests of its blocks (None: not verified)."""
 
     name: str
@@ -73,12 +73,12 @@ class PieceReader:
             inner = cut(target, [a - o for a, o in zip(low, offsets, strict=True)], part)
             yield lambda low=low, part=part, inner=inner: self._read_slab(piece, strides, low, part, inner)  # type: ignore[misc]
 
-    def small_tasks(self, wanted: Sequence[tuple[Piece, ByteBuffer]]) -> Iterator[Task]:
+    def small_tasks(self, wanted: Sequence[tuple[Piece, Carrier]]) -> Iterator[Task]:
         """Tasks that fill targets with small pieces, whole, many to a task. In the order in which they lie in files."""
-        batch: list[tuple[Piece, ByteBuffer]] = []
+        batch: list[tuple[Piece, Carrier]] = []
         held = 0
         for piece, target in sorted(wanted, key=lambda w: (w[0].file, w[0].base)):
-            if batch and (piece.file != batch[0][0].file or held >= BLOCK_BYTES):
+            if batch and (piece.file != batch[0][0].file or held + piece.nbytes > BLOCK_BYTES):
                 yield lambda rows=batch: self._read_small(rows)  # type: ignore[misc]
                 batch, held = [], 0
             batch.append((piece, target))
@@ -86,12 +86,32 @@ class PieceReader:
         if batch:
             yield lambda rows=batch: self._read_small(rows)  # type: ignore[misc]
 
-    def _read_small(self, rows: Sequence[tuple[Piece, ByteBuffer]]) -> None:
-        ranges = [(piece.base, piece.nbytes) for piece, _ in rows]
-        self.store.read_into(rows[0][0].file, ranges, [target.data for _, target in rows])
-        for piece, target in rows:
-            self._check(piece, 0, target.data)
-        self.progress(sum(piece.nbytes for piece, _ in rows))
+    def _read_small(self, rows: Sequence[tuple[Piece, Carrier]]) -> None:
+        """Reads pieces side by side into one buffer, those that follow each other at once, and passes them on."""
+        ranges: list[tuple[int, int]] = []
+        for piece, _ in rows:
+            if ranges and sum(ranges[-1]) == piece.base:
+                ranges[-1] = (ranges[-1][0], ranges[-1][1] + piece.nbytes)
+            else:
+                ranges.append((piece.base, piece.nbytes))
+        total = sum(nbytes for _, nbytes in ranges)
+        with self.budget.hold(total):
+            buffer = self.stager.buffer(total)
+            try:
+                data, parts, at = buffer.data, list[memoryview](), 0
+                for _, nbytes in ranges:
+                    parts.append(data[at : at + nbytes])
+                    at += nbytes
+                self.store.read_into(rows[0][0].file, ranges, parts)
+                at = 0
+                for piece, target in rows:
+                    end = at + piece.nbytes
+                    self._check(piece, 0, data[at:end])
+                    target[...] = buffer[at:end].view(target.dtype).reshape(target.shape)
+                    at = end
+            finally:
+                self.stager.release(buffer)
+        self.progress(total)
 
     def verify_tasks(
         self, piece: Piece, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], itemsize: int

@@ -38,7 +38,7 @@ PACK_BYTES = 64 << 10
 """Pieces below this that follow each other are written together."""
 
 
-class Source(msgspec.Struct, frozen=True, eq=False):
+class Source(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What a piece is cut from: a box of a shard, given in elements relative to the shard."""
 
     shard: LocalShard
@@ -48,7 +48,7 @@ class Source(msgspec.Struct, frozen=True, eq=False):
     sizes: tuple[int, ...]
 
 
-class WritePiece(msgspec.Struct, frozen=True, eq=False):
+class WritePiece(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Bytes to write in one run: at `start` in the data section of file `file`."""
 
     name: str

@@ -15,8 +15,8 @@ from hyper_ckpt.receipt import (
     MAX_RECEIPT_BYTES,
     RECEIPT_FORMAT,
     FileRecord,
-    PieceRecord,
     Receipt,
+    decode_digests,
     decode_receipt,
     receipt_name,
 )
@@ -38,7 +38,7 @@ class Stored:
             )
         self._store, self._manifest, self._verify = store, manifest, verify
         self.world_size = manifest.world_size
-        self._pieces: dict[int, dict[tuple[str, int, int], PieceRecord]] = {}
+        self._digests: dict[int, dict[tuple[str, int, int], Digests]] = {}
         self._receipts: dict[int, Receipt] = {}
         self._payloads: dict[tuple[int, str], bytes | None] = {}
         self._checked: set[str] = set()
@@ -69,7 +69,7 @@ class Stored:
     def piece(self, name: str, file: int, start: int, nbytes: int) -> Piece:
         """A stored piece, with its digests if it is to be verified."""
         record = self._manifest.files[file]
-        digests = self._digests(record, start, nbytes) if self._verify else None
+        digests = self._digests_of(record, start, nbytes) if self._verify else None
         return Piece(name, record.name, record.data_start + start, nbytes, digests)
 
     def payload(self, rank: int, name: str) -> bytes | None:
@@ -92,18 +92,28 @@ class Stored:
         reader.read_run(stored, 0, memoryview(data))
         return bytes(data)
 
-    def _digests(self, file: FileRecord, start: int, nbytes: int) -> Digests:
-        if file.rank not in self._pieces:
-            receipt = self.receipt(file.rank)
-            names = [f.name for f in receipt.files]
-            self._pieces[file.rank] = {(names[p.file], p.start, p.nbytes): p for p in receipt.pieces}
+    def _digests_of(self, file: FileRecord, start: int, nbytes: int) -> Digests:
+        if file.rank not in self._digests:
+            self._digests[file.rank] = _digests_by_place(self.receipt(file.rank))
         try:
-            return self._pieces[file.rank][file.name, start, nbytes].blocks()
+            return self._digests[file.rank][file.name, start, nbytes]
         except KeyError:
             raise ManifestError(
                 f"the receipt of rank {file.rank} has no digests for {file.name} at {start}, where the manifest has a "
                 "chunk: load an earlier checkpoint"
             ) from None
+
+
+def _digests_by_place(receipt: Receipt) -> dict[tuple[str, int, int], Digests]:
+    """The digests of a receipt's pieces, by file, start and bytes; decoded all at once, for there may be many."""
+    names = [f.name for f in receipt.files]
+    blocks = decode_digests("".join([p.digests for p in receipt.pieces]))
+    out, at = {}, 0
+    for piece in receipt.pieces:
+        end = at + len(piece.digests) // 16
+        out[names[piece.file], piece.start, piece.nbytes] = blocks[at:end]
+        at = end
+    return out
 
 
 def read_receipt(store: ByteStore, manifest: Manifest, rank: int, listed: Mapping[str, FileRecord]) -> Receipt:

@@ -85,15 +85,13 @@ def find_ties(
 
     `shapes` are the global ones: a shard of one tensor may be all of another.
     """
-    firsts: dict[object, str] = {}
-    ties: dict[str, str] = {}
-    for name in sorted(shards):
-        keys = tuple([(s.offsets, tensors.storage_key(s)) for s in shards[name] if 0 not in s.sizes])
-        if keys and None not in [key for _, key in keys]:
-            first = firsts.setdefault((shapes[name], keys), name)
-            if first != name:
-                ties[name] = first
-    return ties
+    names_of: dict[object, list[str]] = {}
+    for name, own in shards.items():
+        keys = [(s.offsets, tensors.storage_key(s)) for s in own if 0 not in s.sizes]
+        if keys and all([key is not None for _, key in keys]):  # noqa: C419  # a generator takes twice as long
+            names_of.setdefault((shapes[name], *keys), []).append(name)
+    tied = [sorted(names) for names in names_of.values() if len(names) > 1]
+    return dict(sorted([(name, first) for first, *others in tied for name in others]))
 
 
 def _fingerprint(shards: list[LocalShard], description: TensorDescription, tensors: Tensors) -> bytes:

@@ -85,8 +85,8 @@ def cut_large(columns: Columns, max_bytes: int) -> Columns:
 
 
 def _add_own(rows: Rows, number_of: dict[str, int], rank: int, boxes: OwnBoxes) -> None:
-    for name, offsets, sizes in boxes:
-        o: IntArray = np.array(offsets, np.int64).reshape(1, -1)
-        s: IntArray = np.array(sizes, np.int64).reshape(1, -1)
-        one = np.zeros(1, np.int64)
-        rows.add(one + number_of[name], one + rank, o, s, one, one - 1)
+    n, width = len(boxes), rows.width
+    offsets = np.array([(o + (0,) * width)[:width] for _, o, _ in boxes], np.int64).reshape(n, width)
+    sizes = np.array([(s + (1,) * width)[:width] for _, _, s in boxes], np.int64).reshape(n, width)
+    tensor = np.array([number_of[name] for name, _, _ in boxes], np.int64)
+    rows.add(tensor, np.full(n, rank, np.int64), offsets, sizes, np.zeros(n, np.int64), np.full(n, -1, np.int64))

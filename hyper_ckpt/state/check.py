@@ -88,7 +88,9 @@ def _check(node: Node, name: str | None, payload: bool, depth: int) -> None:
             _check(item, name, payload, depth)
     for child_name, child in children(node, name):
         # Most leaves are themselves in JSON, and of those there may be very many.
-        if isinstance(child, msgspec.Struct):
+        if type(child) is TensorNode:
+            _require(not payload, child_name, "a reference inside of a payload")
+        elif isinstance(child, msgspec.Struct):
             _check(child, child_name, payload, depth)
 
 

@@ -50,6 +50,9 @@ FACTORIES: dict[type, Factory] = {
 }  # fmt: skip
 
 
+_TENSOR = TensorNode()
+
+
 @dataclass(frozen=True, eq=False)
 class Substate:
     """An object that has state_dict and load_state_dict, and what its state_dict() gave."""
@@ -174,7 +177,7 @@ class _StateWalk(_Walk):
 
     def tensor(self, value: Any, name: str | None) -> Node:
         self.tensors[_named(name)] = value
-        return TensorNode()
+        return _TENSOR
 
     def per_rank(self, value: PerRank, name: str | None) -> Node:
         if self._to_host is not None:

@@ -229,8 +229,8 @@ class FileSystemReader(StorageReader):
 
     def locate(self, manifest: Manifest, wanted: Columns, rank: int) -> Located:
         count = len(wanted.table.names)
-        bounds = np.r_[np.searchsorted(wanted.tensor, np.arange(count)), len(wanted)]
-        file, start = np.full(count, -1, np.int64), np.zeros(count, np.int64)
+        bounds = [*np.searchsorted(wanted.tensor, np.arange(count)).tolist(), len(wanted)]
+        file, start = [-1] * count, [0] * count
         parts: list[tuple[IntArray, ...]] = []
         for number, name in enumerate(wanted.table.names):
             if bounds[number] == bounds[number + 1]:
@@ -241,7 +241,7 @@ class FileSystemReader(StorageReader):
                 continue
             rows = np.arange(bounds[number], bounds[number + 1])
             parts.append(self._locate(manifest, stored, wanted, rows, rank))
-        parts.append(_of_one_piece(wanted, file, start))
+        parts.append(_of_one_piece(wanted, np.array(file, np.int64), np.array(start, np.int64)))
         columns = [np.concatenate(c) for c in zip(*parts, strict=True)]
         return Located(tuple(f.name for f in manifest.files), *columns)
 
@@ -267,8 +267,8 @@ class FileSystemReader(StorageReader):
 
 def _is_one_piece(stored: StoredTensor) -> bool:
     """Whether a tensor is stored whole, once, in one piece."""
-    chunks = stored.copies[0]
-    return len(stored.copies) == 1 and len(chunks.file) == 1 and tuple(chunks.sizes[0].tolist()) == stored.shape
+    (chunks, *more) = stored.copies
+    return not more and len(chunks.file) == 1 and tuple(chunks.sizes[0].tolist()) == stored.shape
 
 
 def _of_one_piece(wanted: Columns, file: IntArray, start: IntArray) -> tuple[IntArray, ...]:

@@ -39,7 +39,7 @@ _BY_CODE = {row.code: row for row in TABLE if not row.stored_as_bytes}
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class _Stored(msgspec.Struct):
+class _Stored(msgspec.Struct, gc=False):
     """An entry as every reader of safetensors sees it."""
 
     dtype: str
@@ -60,7 +60,7 @@ class _Note(msgspec.Struct, omit_defaults=True):
 _NO_NOTE = _Note()
 
 
-class Entry(msgspec.Struct, frozen=True):
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """One box of one tensor, stored in one piece.
 
     Args:

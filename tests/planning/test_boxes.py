@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hyper_ckpt.box import contiguous_dim, cut, group_equal, intersect, split_units, uncovered
@@ -93,6 +93,7 @@ def test_uncovered_of_no_tensors() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(-(2**62), 2**62), st.integers(0, 3)), max_size=9))
+@example([(0, 1), (2**62, 0), (-(2**62), 0)])
 def test_equal_rows_are_grouped(rows: list[tuple[int, int]]) -> None:
     array = np.array(rows, np.int64).reshape(-1, 2)
     order, starts = group_equal(array)
