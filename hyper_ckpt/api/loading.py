@@ -184,12 +184,17 @@ class Loading:
             manifest = match.manifest or manifest
             stored = Stored(self._call.store, manifest, self._call.verify != "off")
             loader = self.plan(skeleton(flat.tree), manifest, match, stored)
-        with self._phase("read"), self._operation.working():
-            _, error = attempt(lambda: self._read(flat, match, stored, loader))
-            stopped = isinstance(error, StoppedError)
-            if error is not None:
-                self._operation.stop()
-            self._operation.agree("loading", b"1" * stopped, None if stopped else error, _refuse_stopped, last=True)
+        with self._operation.working():
+            with self._phase("read"):
+                _, error = attempt(lambda: self._read(loader))
+                stopped = isinstance(error, StoppedError)
+                if error is not None:
+                    self._operation.stop()
+                self._operation.agree("loading", b"1" * stopped, None if stopped else error, _refuse_stopped)
+            # Plain values change nowhere unless all that was to be read has been read everywhere.
+            with self._phase("values"):
+                _, error = attempt(lambda: self._set_values(flat, match, stored))
+                self._operation.agree("setting plain values", error=error, last=True)
         unfilled = self._unfilled(loader, match)
         self._reporter.finished("loaded", sum(f.size for f in manifest.files) if self._ranks.rank == 0 else 0)
         self._warn(match, flat)
@@ -315,10 +320,12 @@ class Loading:
             if name in match.values:
                 stored.payload(owner, name)
 
-    def _read(self, flat: FlatState, match: Match, stored: Stored, loader: Loader) -> None:
-        platform = self._call.platform
+    def _read(self, loader: Loader) -> None:
         loader.open_groups()
         loader.run()
+
+    def _set_values(self, flat: FlatState, match: Match, stored: Stored) -> None:
+        platform = self._call.platform
         for name, tensor in match.wanted.items():
             applied = self._call.planner.apply_tensor(name, tensor)
             if applied is not flat.tensors[name]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ from hyper_ckpt.engine.pieces import SEGMENT_BYTES, SMALL_BYTES, Piece, PieceRea
 from hyper_ckpt.engine.shared import SharedPart
 from hyper_ckpt.engine.stage import settle
 from hyper_ckpt.engine.stored import Stored
-from hyper_ckpt.engine.workers import Task, run_all
+from hyper_ckpt.engine.workers import Running, Task, run_all
 from hyper_ckpt.errors import PlanError, TargetError
 from hyper_ckpt.receipt import (
     BLOCK_BYTES,
@@ -156,16 +155,16 @@ class Loader:
         self._boxes = job.columns.boxes()
         self._places = [self._find(row) for row in range(len(job.columns))]
         self._count_rows()
+        self._batches = list(self._shared_batches())
         largest = max((t.nbytes for ts in job.targets.values() for t in ts if t.view is None), default=0)
-        shared = bool((job.columns.group >= 0).any())
         scratch = SEGMENT_BYTES + 3 * BLOCK_BYTES
-        held = max(2 * largest + shared * job.batch_bytes, self._shared_staging())
-        need = held + shared * job.batch_bytes + 3 * BLOCK_BYTES
+        need = max(2 * largest, self._shared_bytes(1)) + 3 * BLOCK_BYTES
         limit = max(default_host_bytes, need + scratch) if job.max_host_bytes is None else job.max_host_bytes
         self.budget = Budget(limit)
         self.budget.require(need, f"a load with shards of {largest} bytes outside host memory")
         self._scratch = min(scratch, limit - need + 3 * BLOCK_BYTES)
-        self._staging_limit = max(limit - need - scratch + 2 * largest, largest)
+        self._reads_ahead = max(2 * largest, self._shared_bytes(2)) + self._scratch <= limit
+        self._staging_limit = max(limit - self._scratch - 3 * BLOCK_BYTES, largest)
         self._reader = PieceReader(job.store, job.stager, self.budget, self._scratch, job.progress)
 
     def _count_rows(self) -> None:
@@ -187,19 +186,19 @@ class Loader:
         whole[0, :d] = shard.sizes
         return not len(uncovered(np.zeros(len(rows), np.int64), offsets, columns.sizes[rows], whole))
 
-    def _shared_staging(self) -> int:
-        """The most bytes of staging buffers that are held at once while shared boxes are read."""
-        batches = [[self._target(r)[0] for r in members] for _, _, members in self._shared_batches()]
-        left = Counter(id(t) for targets in batches for t in targets if t.view is None)
-        opened: set[int] = set()
-        held = most = 0
-        for targets in batches:
-            staged = {id(t): t for t in targets if t.view is None}
-            held += sum(t.nbytes for key, t in staged.items() if key not in opened)
-            opened |= staged.keys()
-            most = max(most, held)
-            left.subtract(id(t) for t in targets if t.view is None)
-            held -= sum(t.nbytes for key, t in staged.items() if not left[key])
+    def _shared_bytes(self, count: int) -> int:
+        """The most bytes of buffers that are held while shared boxes are read, `count` batches at a time: for staged
+        shards, from the first batch that fills a part of one to the last, and for messages."""
+        batches = [[self._target(row)[0] for row in members] for _, _, members in self._batches]
+        last = {id(t): n for n, targets in enumerate(batches) for t in targets if t.view is None}
+        messages = [int(self.nbytes[members].sum()) for _, _, members in self._batches]
+        opened: dict[int, int] = {}
+        most = 0
+        for n, targets in enumerate(batches):
+            begun = max(n - count + 1, 0)  # whose buffers are still held when this one opens
+            opened |= {id(t): t.nbytes for t in targets if t.view is None}
+            opened = {key: nbytes for key, nbytes in opened.items() if last[key] >= begun}
+            most = max(most, sum(opened.values()) + sum(messages[begun : n + 1]))
         return most
 
     def verify_first(self) -> None:
@@ -229,13 +228,14 @@ class Loader:
         self.counts.peak_host_bytes = self.budget.peak
 
     def _run(self) -> None:
+        self._run_shared()
+        # What nobody waits for comes last.
         alone = np.flatnonzero(self.job.columns.group < 0)
         for rows in self._staging_batches(alone):
             self._open(rows)
             run_all(self.all_tasks([(r, self.destination(r)) for r in rows]), self.job.threads)
             self._close(rows)
             self._set_aside(rows)
-        self._run_shared()
 
     def take(self, nbytes: int) -> ByteBuffer:
         """A buffer of the pool, counted; given back by `give`, or when the load fails."""
@@ -257,19 +257,40 @@ class Loader:
                 self.give(buffer)
 
     def _run_shared(self) -> None:
-        columns = self.job.columns
-        for number, batch, members in self._shared_batches():
-            group = columns.groups[number]
-            self._open(members)
-            parts = [SharedPart(self, reader, members) for reader in group]
-            run_all([t for p in parts if p.reader == self.job.ranks.rank for t in p.tasks()], self.job.threads)
-            # A rank enters the broadcasts only when every rank of the group has read its part.
-            self.job.batch_ready(f"{number}/{batch}", group)
-            self._broadcasting = True
-            for part in parts:
-                part.exchange(self._handles[number])
-            self._broadcasting = False
-            self._close(members)
+        """Reads batches and passes them on; where memory allows it, the next is read while one is passed on."""
+        ahead = self._read_batch(0) if self._batches else None
+        last = {id(self._target(row)[0]): n for n, (_, _, members) in enumerate(self._batches) for row in members}
+        for n, (number, batch, members) in enumerate(self._batches):
+            assert ahead is not None
+            (parts, reading), ahead = ahead, None
+            try:
+                reading.wait()
+                more = n + 1 < len(self._batches)
+                if more and self._reads_ahead:
+                    ahead = self._read_batch(n + 1)
+                # A rank enters the broadcasts only when every rank of the group has read its part.
+                self.job.batch_ready(f"{number}/{batch}", self.job.columns.groups[number])
+                self._broadcasting = True
+                for part in parts:
+                    part.exchange(self._handles[number])
+                self._broadcasting = False
+                self._close(members)
+                # The others wait for boxes that come later, and hold no buffer until then.
+                self._set_aside([row for row in members if last[id(self._target(row)[0])] == n])
+                if more and ahead is None:
+                    ahead = self._read_batch(n + 1)
+            except BaseException:
+                if ahead is not None:
+                    ahead[1].stop()
+                raise
+
+    def _read_batch(self, n: int) -> tuple[list[SharedPart], Running]:
+        """Starts to read this rank's part of a batch."""
+        number, _, members = self._batches[n]
+        self._open(members)
+        parts = [SharedPart(self, reader, members) for reader in self.job.columns.groups[number]]
+        own = [t for p in parts if p.reader == self.job.ranks.rank for t in p.tasks()]
+        return parts, Running(own, self.job.threads)
 
     def _shared_batches(self) -> Iterator[tuple[int, int, list[int]]]:
         """Number of the group, number of the batch in it, rows: what is read and passed on at once, in this order."""
@@ -401,7 +422,7 @@ class Loader:
         located, columns = self.job.located, self.job.columns
         times = np.bincount(located.want, minlength=len(columns))
         same = (located.piece_sizes == located.sizes).all(axis=1) & (times[located.want] == 1)
-        i = np.flatnonzero(same & (self.nbytes[located.want] < SMALL_BYTES))
+        i = np.flatnonzero(same & (self.nbytes[located.want] <= SMALL_BYTES))
         names = [columns.table.names[number] for number in columns.tensor[located.want[i]].tolist()]
         places = zip(names, located.file[i].tolist(), located.start[i].tolist(), strict=True)
         return dict(zip(located.want[i].tolist(), places, strict=True))

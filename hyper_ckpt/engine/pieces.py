@@ -22,7 +22,7 @@ SEGMENT_BYTES = 16 * BLOCK_BYTES
 READ_BYTES = 2 * BLOCK_BYTES
 """Blocks that are read at once to be verified: they stay in the cache until they are."""
 SMALL_BYTES = 64 << 10
-"""Pieces below this are read together."""
+"""Pieces up to this are read together."""
 MAX_GAP_BYTES = 64 << 10
 """Unwanted bytes between two runs up to which one read over both is cheaper."""
 

@@ -51,3 +51,46 @@ def run_all(tasks: Iterable[Task], threads: int) -> None:
             helper.join()
     if failures:
         raise failures[0]
+
+
+class Running:
+    """Tasks that run while the caller does something else: `run_all` in a thread of its own.
+
+    Whoever starts it waits for it or stops it before what the tasks work on is given back.
+    """
+
+    def __init__(self, tasks: Iterable[Task], threads: int) -> None:
+        self._failure: BaseException | None = None
+        self._stopped = False
+        self._thread = threading.Thread(
+            target=self._run, args=(list(tasks), threads), name="hyper-ckpt-ahead", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when all tasks are done.
+
+        Raises:
+            BaseException: the first that a task raised.
+        """
+        try:
+            self._thread.join()
+        except BaseException:  # an interrupt of this thread: nobody may go on using the caller's memory
+            self.stop()
+            raise
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """Begins no further task, and returns when those that were begun are over. What they raise is lost."""
+        self._stopped = True
+        self._thread.join()
+
+    def _run(self, tasks: list[Task], threads: int) -> None:
+        def unless_stopped(task: Task) -> Task:
+            return lambda: None if self._stopped else task()
+
+        try:
+            run_all([unless_stopped(task) for task in tasks], threads)
+        except BaseException as error:  # raised in the thread that waits
+            self._failure = error
