@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import enum
+import functools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 Bytes = bytes | bytearray | memoryview
+ReadInto = Callable[[Sequence[tuple[int, int]], Sequence[memoryview]], None]
+"""`ByteStore.read_into` of one object."""
 
 _READ_ATTEMPTS = 50
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.1
@@ -134,8 +137,16 @@ class ByteStore(ABC):
             CheckpointReplacedError: what is there is not what was expected; nothing was changed.
         """
 
+    def reader(self, name: str) -> AbstractContextManager[ReadInto]:
+        """`read_into` of one object, for many reads in a row: what is given takes ranges and buffers, from one thread.
+
+        Raises:
+            MissingFileError: there is no such object, here or at the first read.
+        """
+        return nullcontext(functools.partial(self.read_into, name))
+
     def reading(self) -> AbstractContextManager[None]:
-        """Entered around many `read_into`, by one thread or several: what one opens may stay open for the next. An
+        """Entered around many reads, by one thread or several: what one opens may stay open for the next. An
         object that is replaced or deleted meanwhile may be read as it was. Stores that open nothing inherit this."""
         return nullcontext()
 

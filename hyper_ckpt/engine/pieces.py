@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -10,17 +12,17 @@ import numpy as np
 
 from hyper_ckpt.box import contiguous_dim, cut
 from hyper_ckpt.contracts.platform import Carrier, Stager
-from hyper_ckpt.contracts.store import ByteStore
+from hyper_ckpt.contracts.store import ByteStore, ReadInto
 from hyper_ckpt.engine.budget import Budget
 from hyper_ckpt.engine.digest import Digests, block_count, block_digest
 from hyper_ckpt.engine.workers import Task
 from hyper_ckpt.errors import DigestError
 from hyper_ckpt.receipt import BLOCK_BYTES
 
+RUN_BYTES = 32 * BLOCK_BYTES
+"""One task of a large run."""
 SEGMENT_BYTES = 16 * BLOCK_BYTES
-"""One task of a large run, and the most that is read at once for a strided one."""
-READ_BYTES = 2 * BLOCK_BYTES
-"""Blocks that are read at once to be verified: they stay in the cache until they are."""
+"""The most that is read at once for a strided one."""
 SMALL_BYTES = 64 << 10
 """Pieces up to this are read together."""
 MAX_GAP_BYTES = 64 << 10
@@ -126,19 +128,15 @@ class PieceReader:
             yield lambda number=number: self._check_block(piece, number)  # type: ignore[misc]
 
     def _check_block(self, piece: Piece, number: int) -> None:
-        with self.budget.hold(BLOCK_BYTES):
-            buffer = self.stager.buffer(BLOCK_BYTES)
-            try:
-                low = number * BLOCK_BYTES
-                self._read_blocks(piece, low, buffer.data[: min(BLOCK_BYTES, piece.nbytes - low)])
-            finally:
-                self.stager.release(buffer)
+        read = functools.partial(self.store.read_into, piece.file)
+        with self.budget.hold(BLOCK_BYTES), self._block(read, piece, number):
+            pass
 
     def _runs(self, piece: Piece, start: int, target: Carrier) -> Iterator[Task]:
         """Tasks for one contiguous run, cut where blocks begin."""
         stop, at = start + len(target), start
         while at < stop:
-            end = min((at // SEGMENT_BYTES + 1) * SEGMENT_BYTES, stop)
+            end = min((at // RUN_BYTES + 1) * RUN_BYTES, stop)
             yield lambda at=at, end=end: self._run(piece, at, target[at - start : end - start])  # type: ignore[misc]
             at = end
 
@@ -157,37 +155,51 @@ class PieceReader:
         if piece.digests is None:
             self.store.read_into(piece.file, [(piece.base + start, len(target))], [target])
             return
-        stop, at = start + len(target), start
-        while at < stop:
-            low = at // BLOCK_BYTES * BLOCK_BYTES
-            whole = stop if stop == piece.nbytes else stop // BLOCK_BYTES * BLOCK_BYTES
-            if at == low and at < whole:
-                end = min(at + READ_BYTES, whole)
-                self._read_blocks(piece, at, target[at - start : end - start])
+        with self.store.reader(piece.file) as read:
+            self._read_verified(read, piece, start, target)
+
+    def _read_verified(self, read: ReadInto, piece: Piece, start: int, target: memoryview) -> None:
+        """Reads whole blocks into the target, parts of blocks beside it, and checks each while it is in the cache."""
+        assert piece.digests is not None
+        stop = start + len(target)
+        first, last = start // BLOCK_BYTES, block_count(stop)
+        # Nothing is looked up in the loop: what is not in the cache costs more than the digest of a block.
+        for number, digest in enumerate(piece.digests[first:last].tolist(), first):
+            low = number * BLOCK_BYTES
+            high = min(low + BLOCK_BYTES, piece.nbytes)
+            if start <= low and high <= stop:
+                block = target[low - start : high - start]
+                read([(piece.base + low, high - low)], [block])
+                if block_digest(block) != digest:
+                    raise self._damaged(piece, low, high)
             else:
-                end = min(low + BLOCK_BYTES, stop)
-                buffer = self.stager.buffer(BLOCK_BYTES)
-                try:
-                    block = buffer.data[: min(BLOCK_BYTES, piece.nbytes - low)]
-                    self._read_blocks(piece, low, block)
-                    target[at - start : end - start] = block[at - low : end - low]
-                finally:
-                    self.stager.release(buffer)
-            at = end
+                with self._block(read, piece, number) as block:
+                    begin, end = max(start, low), min(stop, high)
+                    target[begin - start : end - start] = block[begin - low : end - low]
 
-    def _read_blocks(self, piece: Piece, low: int, into: memoryview) -> None:
-        """Reads whole blocks from byte `low` of the piece, and checks them while they are in the cache."""
-        self.store.read_into(piece.file, [(piece.base + low, len(into))], [into])
-        for at in range(0, len(into), BLOCK_BYTES):
-            self._check(piece, low + at, into[at : at + BLOCK_BYTES])
+    @contextmanager
+    def _block(self, read: ReadInto, piece: Piece, number: int) -> Iterator[memoryview]:
+        """One block in a buffer of its own, checked."""
+        low = number * BLOCK_BYTES
+        buffer = self.stager.buffer(BLOCK_BYTES)
+        try:
+            block = buffer.data[: min(BLOCK_BYTES, piece.nbytes - low)]
+            read([(piece.base + low, len(block))], [block])
+            self._check(piece, number, block)
+            yield block
+        finally:
+            self.stager.release(buffer)
 
-    def _check(self, piece: Piece, low: int, block: memoryview) -> None:
-        if piece.digests is not None and block_digest(block) != int(piece.digests[low // BLOCK_BYTES]):
-            filled = "The target may be partly filled: load" if self.fills else "Nothing was loaded: load"
-            raise DigestError(
-                f"{self.store.url}/{piece.file}: bytes {piece.base + low} to {piece.base + low + len(block)} "
-                f"({piece.name!r}) differ from what was saved. {filled} an earlier checkpoint"
-            )
+    def _check(self, piece: Piece, number: int, block: memoryview) -> None:
+        if piece.digests is not None and block_digest(block) != int(piece.digests[number]):
+            raise self._damaged(piece, number * BLOCK_BYTES, number * BLOCK_BYTES + len(block))
+
+    def _damaged(self, piece: Piece, low: int, high: int) -> DigestError:
+        filled = "The target may be partly filled: load" if self.fills else "Nothing was loaded: load"
+        return DigestError(
+            f"{self.store.url}/{piece.file}: bytes {piece.base + low} to {piece.base + high} ({piece.name!r}) differ "
+            f"from what was saved. {filled} an earlier checkpoint"
+        )
 
     def _read_slab(
         self, piece: Piece, strides: tuple[int, ...], low: tuple[int, ...], sizes: tuple[int, ...], target: Carrier

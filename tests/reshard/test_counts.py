@@ -10,6 +10,7 @@ import pytest
 import hyper_ckpt
 from hyper_ckpt import ShardedTensor
 from hyper_ckpt.contracts.platform import Platform
+from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.receipt import BLOCK_BYTES
 from hyper_ckpt.storage.local_store import LocalStore
 from hyper_ckpt.testing.world import run_world
@@ -37,6 +38,7 @@ class Counter:
             return found
 
         monkeypatch.setattr(LocalStore, "read_into", counted_into)
+        monkeypatch.setattr(LocalStore, "reader", ByteStore.reader)  # by read_into
         monkeypatch.setattr(LocalStore, "read", counted)
 
 

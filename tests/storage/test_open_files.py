@@ -115,6 +115,23 @@ def test_a_load_that_fails_closes_its_files(tmp_path: Path) -> None:
     assert descriptors() == before
 
 
+class Inverted(LocalStore):
+    """Stores every byte inverted."""
+
+    def read_into(self, name: str, ranges: Any, buffers: Any) -> None:
+        super().read_into(name, ranges, buffers)
+        for buffer in buffers:
+            buffer[:] = bytes(255 - byte for byte in buffer)
+
+
+def test_a_store_that_reads_otherwise_is_asked(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"\x01\x02")
+    data = bytearray(2)
+    with Inverted(tmp_path).reader("a") as read:
+        read([(0, 2)], [memoryview(data)])
+    assert data == b"\xfe\xfd"
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     with store.reading(), pytest.raises(MissingFileError, match="gone"):

@@ -102,13 +102,35 @@ def ranges_are_read(s: StoreSubject) -> None:
 
 @objects
 def what_stays_open_is_read_alike(s: StoreSubject) -> None:
-    """Inside `reading`, also entered twice, every object is read as it is outside, and so it is again behind it."""
-    objects = {f"dir/{i}": bytes([i]) * 10 for i in range(100)}
+    """By a `reader`, and inside `reading`, also entered twice, every object is read as by `read_into` outside, and so
+    it is again behind it."""
+    objects = {f"dir/{i}": bytes(range(i, i + 10)) for i in range(100)}
     for name, data in objects.items():
         put(s.store, name, data)
 
     def wrong() -> list[str]:
         return [name for name, data in objects.items() for _ in range(2) if get(s.store, name, 2, 7) != data[2:9]]
+
+    for name, data in [*objects.items(), *[*objects.items()][:3]]:
+        with s.store.reader(name) as read:
+            for _ in range(2):
+                buffers = [bytearray(3), bytearray(4), bytearray(10), bytearray(0)]
+                read([(4, 3)], [memoryview(buffers[0])])
+                read([(6, 4), (0, 10), (10, 0)], [memoryview(each) for each in buffers[1:]])
+                expect(
+                    buffers == [data[4:7], data[6:], data, b""],
+                    "a reader reads its object",
+                    "other bytes",
+                    "see reader",
+                )
+            raises(lambda: read([(8, 3)], [memoryview(bytearray(3))]), FileSizeError, name, "what leaves it is refused")
+            raises(lambda: read([(0, 2)], [memoryview(bytearray(3))]), Exception, "", "buffers must fit their ranges")
+
+    def read_gone() -> None:
+        with s.store.reader("gone") as read:
+            read([(0, 1)], [memoryview(bytearray(1))])
+
+    raises(read_gone, MissingFileError, "gone", "a reader of an absent object is a MissingFileError")
 
     with s.store.reading():
         expect(not wrong(), "each object is read inside `reading`", f"wrong are {wrong()[:5]}", "see reading")
