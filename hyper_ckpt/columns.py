@@ -132,6 +132,12 @@ class Columns:
 
     def boxes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Offsets and sizes of every chunk, unpadded."""
+        if "boxes" not in self.memo:
+            self.memo["boxes"] = self._boxes()
+        boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = self.memo["boxes"]
+        return boxes
+
+    def _boxes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         ndims = self.table.ndims()[self.tensor].tolist()
         rows = zip(ndims, self.offsets.tolist(), self.sizes.tolist(), strict=True)
         return [(tuple(offsets[:d]), tuple(sizes[:d])) for d, offsets, sizes in rows]

@@ -98,6 +98,13 @@ class Description:
         """The structure as bytes."""
         return msgspec.msgpack.encode(self.structure)
 
+    def with_fingerprints(self, by_name: Mapping[str, bytes]) -> Description:
+        """The same state with other contents."""
+        part = msgspec.structs.replace(self.rank_part, fingerprints=line_digests(self.structure, by_name))
+        other = Description(self.structure, part, tuple([by_name.get(r.name, b"") for r in self.structure.tensors]))
+        vars(other)["encoded"] = self.encoded
+        return other
+
     @property
     def digest(self) -> bytes:
         """16 bytes, equal for ranks of one structure."""

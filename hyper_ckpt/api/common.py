@@ -186,15 +186,23 @@ class RememberedTensors(Tensors):
             known = self._keys[id(shard)] = (shard, self._inner.storage_key(shard))
         return known[1]
 
+    def signature(self, value: Any) -> Hashable | None:
+        return self._inner.signature(value)
+
 
 def tensor_test(tensors: Tensors) -> Callable[[Any], bool]:
     """Whether a value is a tensor, also of a kind that cannot be stored: describing it by name then says so."""
+    known: dict[type, bool] = {}
 
     def is_tensor(value: Any) -> bool:
-        try:
-            return tensors.describe(value) is not None
-        except UnsupportedStateError:
-            return True
+        found = known.get(type(value))
+        if found is None:  # the type alone decides
+            try:
+                found = tensors.describe(value) is not None
+            except UnsupportedStateError:
+                found = True
+            known[type(value)] = found
+        return found
 
     return is_tensor
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 import xxhash
 
-from hyper_ckpt.api.common import RememberedTensors, all_tensors, tensor_test
+from hyper_ckpt.api.common import RememberedTensors, all_tensors, kept, tensor_test
 from hyper_ckpt.api.reporting import Reporter
 from hyper_ckpt.box import offsets_inside
 from hyper_ckpt.columns import Columns, Placed
@@ -135,7 +135,8 @@ class Part:
 
     def __init__(self, call: SaveCall) -> None:
         self._call, ranks = call, call.platform.ranks
-        self.context = PlanContext(RememberedTensors(all_tensors(call.platform)), ranks.rank, ranks.world_size)
+        tensors, memo = RememberedTensors(all_tensors(call.platform)), kept(call.platform, "described", dict[str, Any])
+        self.context = PlanContext(tensors, ranks.rank, ranks.world_size, memo)
 
     def prepare(self, state: dict[Any, Any]) -> Prepared:
         """Takes the state apart and describes its tensors.
@@ -243,6 +244,8 @@ def _holding(
 ) -> tuple[LocalShard, Carrier | None, tuple[int, ...]]:
     """The shard that holds a box, its memory, and the box's offsets inside it."""
     for shard, view in shards:
+        if shard.sizes == sizes and shard.offsets == offsets:
+            return shard, view, (0,) * len(sizes)
         low = offsets_inside(offsets, sizes, shard.offsets, shard.sizes)
         if low is not None:
             return shard, view, low

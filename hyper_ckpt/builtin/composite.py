@@ -61,6 +61,10 @@ class CompositeTensors(Tensors):
     def storage_key(self, shard: LocalShard) -> Hashable | None:
         return self._part(shard.data).storage_key(shard)
 
+    def signature(self, value: Any) -> Hashable | None:
+        part = self._part_of_type.get(type(value))
+        return None if part is None else part.signature(value)
+
     def _part(self, value: Any) -> Tensors:
         known = self._part_of_type.get(type(value))
         if known is None and self.describe(value) is not None:

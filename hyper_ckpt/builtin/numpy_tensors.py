@@ -56,6 +56,10 @@ class NumpyTensors(Tensors):
         array: Carrier = shard.data
         return memory_key(array.__array_interface__["data"][0], array.shape, array.strides, _dtype_name(array.dtype))
 
+    def signature(self, value: Any) -> Hashable | None:
+        address = value.__array_interface__["data"][0]
+        return (type(value), value.dtype, value.shape, value.strides, address)
+
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The numpy dtype called `name`; those that numpy lacks come from ml_dtypes."""

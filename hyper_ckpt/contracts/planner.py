@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hyper_ckpt.columns import Columns
@@ -18,11 +18,12 @@ OwnBoxes = list[tuple[str, tuple[int, ...], tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class PlanContext:
-    """What a planner may know of its rank."""
+    """What a planner may know of its rank. `memo` is kept from save to save of a platform, for planners to remember."""
 
     tensors: Tensors
     rank: int
     world_size: int
+    memo: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 class SavePlanner(ABC):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple
 
 from hyper_ckpt.contracts.planner import PlanContext
 from hyper_ckpt.contracts.platform import LocalShard, TensorDescription, Tensors
@@ -14,7 +14,6 @@ from hyper_ckpt.description import (
     Structure,
     StructureBuilder,
     TensorRecord,
-    line_digests,
     pack_ranks,
 )
 from hyper_ckpt.errors import UnsupportedStateError
@@ -40,8 +39,22 @@ def local_shards(name: str, value: Any, context: PlanContext) -> list[LocalShard
         raise type(error)(f"{name!r}: {error}") from error
 
 
+class _Described(NamedTuple):
+    """What was described: by its names and signatures it is known again. `description` is without fingerprints;
+    `replicated` are the tensors that have one, and whether they are explicit boxes."""
+
+    names: list[str]
+    signatures: list[Hashable]
+    description: Description
+    replicated: list[tuple[str, bool]]
+
+
+_MOST = 8
+"""States of which it is remembered how they were described."""
+
+
 def describe(tensors: Mapping[str, Any], skeleton: bytes, context: PlanContext, *, saving: bool) -> Description:
-    """Describes a rank's tensors.
+    """Describes a rank's tensors; of a state that is as it was at an earlier save, only the contents.
 
     Args:
         tensors: by name.
@@ -49,13 +62,43 @@ def describe(tensors: Mapping[str, Any], skeleton: bytes, context: PlanContext, 
         saving: take fingerprints of tensors that may have replicas, so that differing ones are found, and
             refuse tensors without memory.
     """
+    names = sorted(tensors)
+    if not saving:
+        return _describe(names, [], tensors, skeleton, context, saving=False).description
+    signatures = [context.tensors.signature(tensors[name]) for name in names]
+    known: dict[bytes, _Described] = context.memo.setdefault("described", {})
+    found = known.pop(skeleton, None)
+    if found is None or found[:2] != (names, signatures):
+        found = _describe(names, signatures, tensors, skeleton, context, saving=True)
+    if None not in signatures:
+        known[skeleton] = found
+        while len(known) > _MOST:
+            del known[next(iter(known))]
+    if not found.replicated:
+        return found.description
+    prints = {
+        name: _fingerprint(local_shards(name, tensors[name], context), listed, context.tensors)
+        for name, listed in found.replicated
+    }
+    return found.description.with_fingerprints(prints)
+
+
+def _describe(
+    names: list[str],
+    signatures: list[Hashable],
+    tensors: Mapping[str, Any],
+    skeleton: bytes,
+    context: PlanContext,
+    *,
+    saving: bool,
+) -> _Described:
     builder = StructureBuilder()
     records: list[TensorRecord] = []
     boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
-    prints: dict[str, bytes] = {}
     shards: dict[str, list[LocalShard]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for number, name in enumerate(sorted(tensors)):
+    replicated = []
+    for number, name in enumerate(names):
         value = tensors[name]
         description = describe_tensor(name, value, context)
         if saving and not description.has_memory:
@@ -66,16 +109,16 @@ def describe(tensors: Mapping[str, Any], skeleton: bytes, context: PlanContext, 
         if isinstance(description.layout, Boxes):
             boxes += [(number, offsets, sizes) for offsets, sizes in description.layout.boxes]
         if saving and _may_have_replicas(description, context.world_size):
-            prints[name] = _fingerprint(shards[name], description, context.tensors)
-    structure = Structure(tuple(records), builder.layouts, skeleton)
+            replicated.append((name, isinstance(description.layout, Boxes)))
     part = RankPart(
         tuple(pack_ranks(m) for m in builder.meshes),
         tuple(boxes),
-        line_digests(structure, prints),
+        (),
         tuple(find_ties(shards, shapes, context.tensors).items()),
         tuple([name for name, own in shards.items() if all(0 in s.sizes for s in own)]),
     )
-    return Description(structure, part, tuple(prints.get(r.name, b"") for r in records))
+    found = Description(Structure(tuple(records), builder.layouts, skeleton), part, (b"",) * len(records))
+    return _Described(names, signatures, found, replicated)
 
 
 def find_ties(
@@ -94,9 +137,9 @@ def find_ties(
     return dict(sorted([(name, first) for first, *others in tied for name in others]))
 
 
-def _fingerprint(shards: list[LocalShard], description: TensorDescription, tensors: Tensors) -> bytes:
+def _fingerprint(shards: list[LocalShard], listed: bool, tensors: Tensors) -> bytes:
     """Of explicit boxes each has its own: ranks may share some of them."""
-    if not isinstance(description.layout, Boxes):
+    if not listed:
         return tensors.fingerprint(shards)
     full = sorted((s for s in shards if 0 not in s.sizes), key=lambda s: (s.offsets, s.sizes))
     return b"".join(tensors.fingerprint([s]) for s in full)

@@ -23,6 +23,7 @@ from hyper_ckpt.state.tree import (
     TensorNode,
     children,
     encode_tree,
+    has_blobs,
     with_items,
 )
 
@@ -135,13 +136,17 @@ def _either(variants: list[Variant], name: str | None, conflicts: list[Conflict]
 
 def _owned(node: Node, rank: int) -> Node:
     """The node with `rank` as the holder of its blobs; the same object if it has none."""
+    return _with_holder(node, rank) if has_blobs(node) else node
+
+
+def _with_holder(node: Node, rank: int) -> Node:
     if isinstance(node, BlobNode):
         return msgspec.structs.replace(node, rank=rank)
     if isinstance(node, StatefulNode):
-        inner = _owned(node.v, rank)
+        inner = _with_holder(node.v, rank)
         return node if inner is node.v else StatefulNode(inner)
     if isinstance(node, KeyedNode | SequenceNode):
-        items = [_owned(item, rank) if isinstance(item, msgspec.Struct) else item for item in node.v]
+        items = [_with_holder(item, rank) if isinstance(item, msgspec.Struct) else item for item in node.v]
         unchanged = all(new is old for new, old in zip(items, node.v, strict=True))
         return node if unchanged else with_items(node, items)
     return node

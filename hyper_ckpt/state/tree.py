@@ -217,6 +217,14 @@ def encode_tree(tree: Node) -> bytes:
     return msgspec.json.encode(tree)
 
 
+_BLOB = b'"!":"blob"'
+
+
+def has_blobs(node: Node) -> bool:
+    """Whether there may be a blob in a tree; False is certain. To write it is faster than to walk it."""
+    return _BLOB in encode_tree(node)  # in a string, its quotes would be escaped
+
+
 def kind_of(node: Node) -> str | None:
     """The tag of a container, None for anything else. A blob answers for what it stands for."""
     if isinstance(node, BlobNode):

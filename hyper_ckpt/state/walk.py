@@ -14,6 +14,7 @@ from hyper_ckpt.state.tree import (
     StatefulNode,
     TensorNode,
     children,
+    has_blobs,
     with_items,
 )
 
@@ -49,6 +50,8 @@ def tensor_names(tree: Node) -> list[str]:
 
 def blob_owners(tree: Node) -> list[tuple[str, int]]:
     """The blobs of a merged tree: name, and the rank that stores it. A name may come with several ranks."""
+    if not has_blobs(tree):
+        return []
     return [
         (n, b.rank) for n, b in _walk(tree, None) if isinstance(b, BlobNode) and b.rank is not None and n is not None
     ]

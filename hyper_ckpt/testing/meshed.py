@@ -121,6 +121,13 @@ class MeshedTensors(Tensors):
             return None
         return memory_key(array.__array_interface__["data"][0], array.shape, array.strides, array.dtype.name)
 
+    def signature(self, value: Any) -> Hashable | None:
+        array = value.local
+        if array is None:
+            return None
+        address = array.__array_interface__["data"][0]
+        return (value.shape, value.layout, value.rank, value.dtype, array.shape, array.strides, address)
+
 
 def memory_of(shard: LocalShard) -> Carrier:
     """The memory of a shard of `Meshed`, on a device or not."""

@@ -1,6 +1,7 @@
 """A second save of the same structure plans nothing; any change of it does."""
 
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import hyper_ckpt
 from hyper_ckpt import FileSystemWriter, ItemSavePlanner, PerRank, ShardedTensor, StandardSavePlanner
 from hyper_ckpt.api.plans import plans_of
+from hyper_ckpt.builtin.numpy_tensors import NumpyTensors
 from hyper_ckpt.contracts.platform import Platform
 from hyper_ckpt.layout import Mesh, MeshLayout, Replicate, Shard
 from hyper_ckpt.testing.meshed import distribute, meshed_platform
@@ -133,6 +135,95 @@ def test_another_option_or_planner_is_a_miss(options: dict[str, Any]) -> None:
         assert all(m == [m[0]] * 3 for m in made), "listed boxes are planned anew each time"
     else:
         assert all(m[0] == m[1] < m[2] for m in made)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The shapes of the arrays that were described."""
+    seen: list[str] = []
+    describe = NumpyTensors.describe
+
+    def noted(tensors: NumpyTensors, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            seen.append(str(value.shape))
+        return describe(tensors, value)
+
+    monkeypatch.setattr(NumpyTensors, "describe", noted)
+    return seen
+
+
+def test_an_unchanged_state_is_not_described_again(asked: list[str]) -> None:
+    url = f"memory://plans/{time.monotonic_ns()}"
+    state = {"w": W.copy(), "n": {"x": np.ones(3), "step": 0}, "tied": [W, W]}
+    for number in range(4):
+        asked.clear()
+        state["n"]["step"] = number
+        state["w"][:] = W + number
+        hyper_ckpt.save(state, f"{url}/{number}", no_dist=True)
+        assert len(asked) == (1 if number else 3), "one, to see that its type is a tensor's; at first each"
+        found = hyper_ckpt.read(f"{url}/{number}")
+        assert np.array_equal(found["w"], W + number)
+        assert found["n"]["step"] == number
+
+
+def in_other_memory(state: dict[str, Any]) -> None:
+    state["a"] = state["a"].copy()
+
+
+def exchanged(state: dict[str, Any]) -> None:
+    state["a"], state["b"] = state["b"], state["a"]
+
+
+def now_tied(state: dict[str, Any]) -> None:
+    state["b"] = state["a"]
+
+
+def transposed(state: dict[str, Any]) -> None:
+    state["a"] = state["a"].T
+
+
+def as_integers(state: dict[str, Any]) -> None:
+    state["a"] = state["a"].view("i8")
+
+
+def as_a_row(state: dict[str, Any]) -> None:
+    state["a"] = state["a"].reshape(1, 36)
+
+
+def with_a_value_in_its_place(state: dict[str, Any]) -> None:
+    state["a"] = 3
+
+
+def in_a_list(state: dict[str, Any]) -> None:
+    state["a"] = [state["a"]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [in_other_memory, exchanged, now_tied, transposed, as_integers, as_a_row, with_a_value_in_its_place, in_a_list],
+)
+def test_a_state_that_changed_is_described_again(change: Callable[[dict[str, Any]], None]) -> None:
+    url = f"memory://plans/{time.monotonic_ns()}"
+    state: dict[str, Any] = {"a": np.arange(36.0).reshape(6, 6), "b": np.ones((6, 6)), "c": np.zeros(3)}
+    for number in range(4):
+        if number % 2:
+            change(state)
+        hyper_ckpt.save(state, f"{url}/{number}", no_dist=True)
+        assert hyper_ckpt.verify(f"{url}/{number}").ok
+        found = hyper_ckpt.read(f"{url}/{number}")
+        assert found.keys() == state.keys()
+        for name in state:
+            one, two = (np.asarray(each[name]) for each in (found, state))
+            assert (one.dtype, one.tolist()) == (two.dtype, two.tolist())
+
+
+def test_what_is_remembered_keeps_no_tensor_alive() -> None:
+    url = f"memory://plans/{time.monotonic_ns()}"
+    array = np.ones(1000)
+    hyper_ckpt.save({"w": array}, url, no_dist=True)
+    gone = weakref.ref(array)
+    del array
+    assert gone() is None
 
 
 def test_boxes_that_move_between_ranks_are_not_remembered() -> None:

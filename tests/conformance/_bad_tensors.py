@@ -231,6 +231,18 @@ class KeysOfBlocks(GoodTensors):
         return (id(base), shard.sizes, shard.data.strides, shard.data.dtype.name) if shard.data.size else None
 
 
+class SignaturesOfShapes(GoodTensors):
+    def signature(self, value: Any) -> Hashable | None:
+        return value.shape
+
+
+class SignaturesOfAddresses(GoodTensors):
+    """Strides and dtypes do not matter."""
+
+    def signature(self, value: Any) -> Hashable | None:
+        return (value.__array_interface__["data"][0], value.shape)
+
+
 class NoKeys(GoodTensors):
     def storage_key(self, shard: LocalShard) -> Hashable | None:
         return None
@@ -272,6 +284,7 @@ BAD_TENSORS: dict[str, Pair] = {
     "storage_keys_of_other_memory_differ": of(KeysOfShapes),
     "storage_keys_of_other_elements_differ": of(KeysOfAddresses),
     "storage_keys_of_empty_tensors_are_none": of(KeysOfNothing),
+    "equal_signatures_mean_equal_answers": of(SignaturesOfShapes),
     "the_spec_names_the_modules_of_its_tensors": (lambda: "spec_probes:OtherModules", lambda: "spec_probes:Good"),
     "load_gives_the_same_platform_again": (lambda: "spec_probes:ANewOneEachTime", lambda: "spec_probes:Good"),
     "a_state_finds_its_platform": (lambda: "spec_probes:OtherModules", lambda: "spec_probes:Good"),
@@ -284,4 +297,7 @@ BAD_TENSORS: dict[str, Pair] = {
 }
 
 # More than one way to break a promise.
-MORE_BAD_TENSORS: list[tuple[str, Pair]] = [("storage_keys_of_other_elements_differ", of(KeysOfBlocks))]
+MORE_BAD_TENSORS: list[tuple[str, Pair]] = [
+    ("storage_keys_of_other_elements_differ", of(KeysOfBlocks)),
+    ("equal_signatures_mean_equal_answers", of(SignaturesOfAddresses)),
+]

@@ -56,6 +56,10 @@ class GoodTensors(Tensors):
     def storage_key(self, shard: LocalShard) -> Hashable | None:
         return self.inner.storage_key(shard)
 
+    def signature(self, value: Any) -> Hashable | None:
+        self.inner.describe(value)  # a composite knows signatures of what it has described
+        return self.inner.signature(value)
+
 
 class GoodRanks(Ranks):
     """Passes everything on to the ranks of a thread world."""

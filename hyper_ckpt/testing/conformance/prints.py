@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 from hyper_ckpt.contracts.platform import WHOLE_FINGERPRINT_BYTES, LocalShard
@@ -171,3 +172,39 @@ def storage_keys_of_empty_tensors_are_none(s: Subject) -> None:
             continue
         key = _key(s, s.probe.make(s.dtype, shape, b""))
         expect(key is None, f"storage_key is None for shape {shape}", f"{key}", "return None for an empty shard")
+
+
+@prints
+def equal_signatures_mean_equal_answers(s: Subject) -> None:
+    """Tensors of one signature are described alike, are the same memory, and have it again, with other contents too."""
+    shapes: tuple[tuple[int, ...], ...] = ((), (4,), (2, 2), (4, 1), (1, 4), (4, 4), (0, 4), (4, 0))
+    values = [s.probe.make(d, shape, content(d, shape)) for d in s.probe.dtypes for shape in shapes]
+    values += [s.probe.make(s.dtype, (4, 4), content(s.dtype, (4, 4))) for _ in range(2)]
+    values += [each for pair in s.probe.views(values[-1]) for each in pair]
+    tied = s.probe.tied(values[-1])
+    values += [tied] if tied is not None else []
+    answers: dict[Hashable, object] = {}
+    for value in values:
+        signature = s.tensors.signature(value)
+        expect(
+            s.tensors.signature(value) == signature,
+            "a tensor has one signature",
+            f"{signature}, then {s.tensors.signature(value)}",
+            "leave out of it what is not the tensor's own, or inherit the one that is None",
+        )
+        if signature is None:
+            continue
+        shards = s.tensors.local_shards(value)
+        answer = (
+            s.tensors.describe(value),
+            [(shard.offsets, shard.sizes, s.tensors.storage_key(shard)) for shard in shards],
+        )
+        expect(
+            answers.setdefault(signature, answer) == answer,
+            "tensors of one signature are described alike and are one memory",
+            f"{answers[signature]} and {answer}, both of signature {signature}",
+            "put into it all that describe, local_shards and storage_key look at: a state that changed would be taken "
+            "for the one that was saved before",
+        )
+    if not answers:
+        raise NotApplicable("signatures are unknown (the inherited Tensors.signature)")

@@ -115,6 +115,13 @@ class MindSporeTensors(Tensors):
         key = memory_key(tensor.data_ptr(), tuple(tensor.shape), steps, _dtype_name(tensor.dtype))
         return key if key is None or self._device.on_host(tensor) else (key, str(tensor.device))
 
+    def signature(self, value: Any) -> Hashable | None:
+        plain = type(value) in (ms.Tensor, ms.Parameter) and not value.has_init and not value.is_meta
+        if not plain or self._layouts.of(value) is not None:
+            return None
+        finish()  # the memory is there only when the tensor was computed
+        return (str(value.dtype), value.shape, tuple(value.stride()), value.data_ptr(), str(value.device))
+
     def _view_or_samples(self, shard: LocalShard) -> Carrier:
         view = self.host_view(shard)
         return view if view is not None else device_samples(shard.data, self._device)

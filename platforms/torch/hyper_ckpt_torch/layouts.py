@@ -82,6 +82,12 @@ class Layouts:
             known.layouts[key] = MeshLayout(known.mesh, placements, _cutting_order(value, known.mesh.shape))
         return known.layouts[key]
 
+    def signature(self, value: DTensor) -> tuple[object, ...]:
+        """Equal for two DTensors only if their layouts are."""
+        spec = value._spec
+        # The classes too: see `_identity`.
+        return (spec.mesh, spec.placements, tuple(map(type, spec.placements)), getattr(spec, "shard_order", None))
+
     def own_box(self, value: DTensor, local: torch.Tensor) -> Box | None:
         """(offsets, sizes) of this rank's part `local`, None if the rank is not in the mesh.
 

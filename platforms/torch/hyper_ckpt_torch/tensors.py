@@ -113,9 +113,25 @@ class TorchTensors(Tensors):
         on_host = tensor.is_cpu and not any(view)
         return key if on_host or key is None else (key, str(tensor.device), view)
 
+    def signature(self, value: Any) -> Hashable | None:
+        dtensor = as_dtensor(value)
+        if dtensor is None:
+            return _signature(value)
+        local = _signature(dtensor._local_tensor)
+        return None if local is None else (type(value), *self._layouts.signature(dtensor), value.shape, local)
+
     def _view_or_samples(self, shard: LocalShard) -> Carrier:
         view = self.host_view(shard)
         return view if view is not None else device_samples(shard.data)
+
+
+def _signature(tensor: torch.Tensor) -> Hashable | None:
+    """None for whatever is not plainly a piece of memory."""
+    if not _is_plain(type(tensor)) or tensor.is_nested or tensor.layout is not torch.strided:
+        return None
+    if tensor.is_meta or tensor.is_conj() or tensor.is_neg():
+        return None
+    return (type(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr(), tensor.device)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -203,6 +219,12 @@ def _whole(dtype: torch.dtype, shape: torch.Size, has_memory: bool) -> TensorDes
 @functools.lru_cache(maxsize=256)
 def _is_old_sharded(kind: type) -> bool:
     return kind.__module__.startswith("torch.distributed._shard")
+
+
+@functools.lru_cache(maxsize=256)
+def _is_plain(kind: type) -> bool:
+    """Whether all that there is to know of a tensor of this class is where its elements lie."""
+    return issubclass(kind, torch.Tensor) and _has_own_data(kind) and not _is_old_sharded(kind)
 
 
 @functools.lru_cache(maxsize=256)

@@ -302,3 +302,37 @@ def writes_reach_the_model(rank: int, world_size: int) -> None:
 
 def test_writes_reach_the_model(gloo):
     gloo(writes_reach_the_model)
+
+
+def signatures(rank: int, world_size: int) -> None:
+    """Equal for other objects over the same memory, different for any other layout of equal local tensors."""
+    tensors, seen = TorchPlatform().tensors, []
+    local = torch.ones(4, 4)
+    flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    backwards = dist.device_mesh.DeviceMesh("cpu", [3, 2, 1, 0])
+    for mesh, placements in [
+        (flat, [Shard(0)]),
+        (flat, [Shard(1)]),
+        (flat, [Replicate()]),
+        (backwards, [Shard(0)]),
+        (square, [Shard(0), Shard(1)]),
+        (square, [Shard(1), Shard(0)]),
+        (square, [Shard(0), Shard(0)]),
+        (square, [_StridedShard(0, split_factor=2), Shard(0)]),
+        (square, [Replicate(), Shard(0)]),
+    ]:
+        value = DTensor.from_local(local, mesh, placements, run_check=False)
+        again = DTensor.from_local(local, mesh, placements, run_check=False)
+        assert tensors.describe(value) is not None
+        assert tensors.signature(value) == tensors.signature(again) == tensors.signature(value.detach())
+        assert tensors.signature(nn.Parameter(value)) == tensors.signature(nn.Parameter(again))
+        seen.append(tensors.signature(value))
+    assert None not in seen
+    assert all(a != b for i, a in enumerate(seen) for b in seen[:i])
+    other = DTensor.from_local(local.clone(), flat, [Shard(0)], run_check=False)
+    assert tensors.signature(other) not in seen
+    assert tensors.signature(local) not in seen
+
+
+def test_signatures(gloo):
+    gloo(signatures)

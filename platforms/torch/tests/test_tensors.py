@@ -159,6 +159,40 @@ def test_storage_keys():
     assert numpy.storage_key(numpy.local_shards(base.numpy())[0]) == TENSORS.storage_key(whole(base))
 
 
+def test_signatures():
+    base = torch.arange(12.0)
+    one = TENSORS.signature(base)
+    assert [TENSORS.signature(t) for t in (base, base.detach(), base.view(12), base[:])] == [one] * 4
+    base.add_(1)
+    assert TENSORS.signature(base) == one
+    other = [base, base[1:], base[:4], base[::2], base.view(3, 4), base.view(4, 3), base.view(4, 1, 3)]
+    other += [base.view(4, 3).t(), base.view(torch.int32), base.clone(), torch.nn.Parameter(base)]
+    assert len({TENSORS.signature(t) for t in other}) == len(other)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of its quantized and nested tensors
+def test_what_is_not_plainly_memory_has_no_signature():
+    complex_ones = torch.ones(3, dtype=torch.complex64)
+    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+    odd = [
+        torch.ones(3, device="meta"),
+        complex_ones.conj(),
+        complex_ones.conj().imag,
+        torch.eye(3).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        torch.nn.UninitializedParameter(),
+    ]
+    assert [TENSORS.signature(each) for each in odd] == [None] * len(odd)
+    assert TENSORS.signature(quantized) != TENSORS.signature(quantized.int_repr())
+
+
+def test_a_freed_tensor_is_not_taken_for_what_it_was():
+    tensor = torch.ones(1000)
+    before = TENSORS.signature(tensor)
+    tensor.untyped_storage().resize_(0)
+    assert TENSORS.signature(tensor) != before
+
+
 def test_meta_tensors_have_no_memory():
     meta = torch.empty(3, 4, dtype=torch.bfloat16, device="meta")
     description = TENSORS.describe(torch.nn.Parameter(meta))

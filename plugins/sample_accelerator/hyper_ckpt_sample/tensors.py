@@ -87,6 +87,13 @@ class SampleTensors(Tensors):
         # The block tells devices apart as well; memory_key ignores what does not matter, as strides of length 1.
         return memory_key(id(tensor.memory), tensor.shape, tensor.strides, f"{tensor.dtype}+{tensor.offset}")
 
+    def signature(self, value: Any) -> Hashable | None:
+        local, sharding = (value.local, value.sharding) if isinstance(value, Sharded) else (value, None)
+        if local.memory is None:
+            return None
+        memory = (id(local.memory), local.offset, local.strides)
+        return (type(value), value.shape, sharding, local.dtype, local.shape, memory)
+
 
 def _device_of(tensor: Tensor) -> device.Device | None:
     return None if tensor.memory is None else tensor.memory.device
