@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from hyper_ckpt.contracts.platform import ByteBuffer
-from hyper_ckpt.errors import RankFailedError
+from hyper_ckpt.errors import PlatformError, RankFailedError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store  # hidden from type checkers elsewhere
@@ -57,24 +58,45 @@ class Works:
 class GlooGroup:
     """Collectives of some ranks; members count from 0 in the order of `ranks`.
 
-    Making one connects its members, who all do so; nobody else takes part.
-
     Args:
-        store: of this process alone, since connecting waits in it.
-        ranks: names the group: one group per set of ranks and store.
-        member: this process's place in `ranks`.
+        gloo: does the work.
+        member: this process's place in the group.
+        size: members.
         timeout: seconds that a collective may take, asked for each anew.
     """
 
-    def __init__(self, store: Store, ranks: Sequence[int], member: int, timeout: Callable[[], float]) -> None:
-        name = hashlib.sha256(np.asarray(ranks, "<i8").tobytes()).hexdigest()[:32]
-        self.size = len(ranks)
+    def __init__(self, gloo: ProcessGroupGloo, member: int, size: int, timeout: Callable[[], float]) -> None:
+        self.size = size
         self.member = member
         self._seconds = timeout
+        self._gloo: Any = gloo
+
+    @classmethod
+    def connect(cls, store: Store, ranks: Sequence[int], member: int, timeout: Callable[[], float]) -> GlooGroup:
+        """A group of our own. Its members connect, who all do so; nobody else takes part.
+
+        Args:
+            store: of this process alone, since connecting waits in it.
+            ranks: names the group: one group per set of ranks and store.
+        """
+        name = hashlib.sha256(np.asarray(ranks, "<i8").tobytes()).hexdigest()[:32]
         with _failures_named():
-            self._gloo: Any = ProcessGroupGloo(
-                PrefixStore(f"group/{name}", store), member, self.size, COLLECTIVE_TIMEOUT
-            )
+            gloo = ProcessGroupGloo(PrefixStore(f"group/{name}", store), member, len(ranks), COLLECTIVE_TIMEOUT)
+        return cls(gloo, member, len(ranks), timeout)
+
+    @classmethod
+    def of_caller(cls, group: dist.ProcessGroup, timeout: Callable[[], float]) -> GlooGroup:
+        """A group that the caller made.
+
+        Raises:
+            PlatformError: it cannot move host memory.
+        """
+        backend: Any = None
+        with contextlib.suppress(RuntimeError):  # it has no backend for this device
+            backend = group._get_backend(_HOST)
+        if not isinstance(backend, ProcessGroupGloo):
+            raise PlatformError("groups= must move host memory: make them with dist.new_group(..., backend='gloo')")
+        return cls(backend, dist.get_rank(group), dist.get_world_size(group), timeout)
 
     @_failures_named()
     def all_gather_object(self, value: Any) -> list[Any]:

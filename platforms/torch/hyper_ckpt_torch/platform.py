@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -32,10 +33,21 @@ class TorchPlatform(Platform):
         process_group: this process is a member; None is the default group.
         mailbox_host: name or address under which the other ranks reach the group's rank 0. Only needed where
             the address that rank 0 uses towards MASTER_ADDR is not that.
+        groups: gloo groups of some of the ranks, as `dist.new_group` returned them on each, in which boxes that just
+            these ranks want are passed on, instead of in groups of our own. Nothing else may use them during a load.
+
+    Raises:
+        PlatformError: this process is not in the group, or `groups` cannot be used.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, *, mailbox_host: str | None = None) -> None:
-        ranks, global_ranks = _ranks(process_group, mailbox_host)
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        mailbox_host: str | None = None,
+        groups: Sequence[Any] = (),
+    ) -> None:
+        ranks, global_ranks = _ranks(process_group, mailbox_host, groups)
         tensors = CompositeTensors([TorchTensors(global_ranks), NumpyTensors()])
         super().__init__("torch", ranks, tensors, TorchStager())
 
@@ -60,7 +72,9 @@ def _initialised() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _ranks(process_group: dist.ProcessGroup | None, mailbox_host: str | None) -> tuple[Ranks, tuple[int, ...]]:
+def _ranks(
+    process_group: dist.ProcessGroup | None, mailbox_host: str | None, groups: Sequence[Any]
+) -> tuple[Ranks, tuple[int, ...]]:
     if not _initialised():
         if process_group is not None:
             raise PlatformError("the process group was destroyed: make a TorchPlatform of a live one")
@@ -70,5 +84,5 @@ def _ranks(process_group: dist.ProcessGroup | None, mailbox_host: str | None) ->
         raise PlatformError("this process is not a member of the process group it was given")
     from hyper_ckpt_torch.ranks import TorchRanks
 
-    ranks = TorchRanks(group, mailbox_host)
+    ranks = TorchRanks(group, mailbox_host, groups)
     return (ranks if ranks.world_size > 1 else SingleRank()), ranks.global_ranks

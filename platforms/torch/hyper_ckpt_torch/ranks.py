@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hyper_ckpt.contracts.platform import ByteBuffer, Done, Pending, Ranks
-from hyper_ckpt.errors import PlanError
+from hyper_ckpt.errors import PlanError, PlatformError
 from hyper_ckpt_torch.gloo import GlooGroup
 from hyper_ckpt_torch.mailbox import StoreMailbox, open_mailbox
 
@@ -31,15 +31,19 @@ class TorchRanks(Ranks):
 
     Args:
         process_group: initialised; this process is a member.
-        mailbox_host: see `TorchPlatform`.
+        mailbox_host, groups: see `TorchPlatform`.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, mailbox_host: str | None = None) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup, mailbox_host: str | None = None, groups: Sequence[Any] = ()
+    ) -> None:
         self._process_group_name = process_group.group_name
         self._mailbox_host = mailbox_host
         self._rank = dist.get_rank(process_group)
         self.global_ranks = tuple(dist.get_process_group_ranks(process_group))
         self._groups: dict[tuple[int, ...], RankGroup] = {}
+        self._given = {ranks: group for ranks, group in map(self._of_caller, groups) if ranks}
+        self._compared = False
 
     @property
     def rank(self) -> int:
@@ -71,7 +75,34 @@ class TorchRanks(Ranks):
         return Done() if members.gloo is None else members.gloo.broadcast(buffers, members.ranks.index(src))
 
     def groups(self, rank_sets: Sequence[tuple[int, ...]]) -> list[Any]:
+        if not self._compared:
+            self._compare_given()
         return [self._group(tuple(ranks)) if self._rank in ranks else None for ranks in rank_sets]
+
+    def _of_caller(self, group: Any) -> tuple[tuple[int, ...], GlooGroup | None]:
+        """One of the caller's groups with its ranks; none where this process is not in it."""
+        if group == dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
+            return (), None
+        number_of = {rank: number for number, rank in enumerate(self.global_ranks)}
+        ranks = tuple([number_of.get(rank, -1) for rank in dist.get_process_group_ranks(group)])
+        if -1 in ranks or list(ranks) != sorted(ranks):
+            raise PlatformError(
+                f"groups= has one of ranks {dist.get_process_group_ranks(group)}: they must be ranks of the process "
+                f"group {list(self.global_ranks)}, in its order"
+            )
+        return ranks, GlooGroup.of_caller(group, lambda: self.timeout)
+
+    def _compare_given(self) -> None:
+        """Once: a member that was not given a group would wait for the others in one of its own."""
+        given = self.all_gather_object(sorted(self._given))
+        for ranks in sorted({ranks for each in given for ranks in each}):
+            without = [rank for rank in ranks if ranks not in given[rank]]
+            if without:
+                raise PlatformError(
+                    f"groups= of TorchPlatform has the group of ranks {ranks}, but not on ranks {without}"
+                )
+        self._groups |= {ranks: RankGroup(ranks, gloo) for ranks, gloo in self._given.items()}
+        self._compared = True
 
     @cached_property
     def _everybody(self) -> GlooGroup:
@@ -92,7 +123,9 @@ class TorchRanks(Ranks):
             if ranks != tuple(sorted(set(ranks))) or ranks[-1] >= self.world_size:
                 raise PlanError(f"a group is a sorted set of ranks below {self.world_size}, not {ranks}")
             gloo = (
-                GlooGroup(self._store, ranks, ranks.index(self._rank), lambda: self.timeout) if len(ranks) > 1 else None
+                GlooGroup.connect(self._store, ranks, ranks.index(self._rank), lambda: self.timeout)
+                if len(ranks) > 1
+                else None
             )
             known = self._groups[ranks] = RankGroup(ranks, gloo)
         return known

@@ -9,9 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import hyper_ckpt
 from hyper_ckpt.contracts.platform import Done
 from hyper_ckpt.errors import PlanError, PlatformError, RankFailedError
+from hyper_ckpt.testing.pool import PoolError
 from hyper_ckpt_torch import mailbox, plugin
+from hyper_ckpt_torch.gloo import GlooGroup
 from hyper_ckpt_torch.platform import TorchPlatform, default
 from hyper_ckpt_torch.ranks import TorchRanks
 
@@ -286,3 +289,64 @@ def test_without_a_process_group_it_is_a_world_of_one():
     assert default() is default()
     assert plugin.active() == 0
     assert torch.distributed.is_initialized() is False
+
+
+def callers_groups(rank: int, world_size: int, kind: str) -> list[object]:
+    """The caller's groups take the place of ours, for the same ranks only."""
+    sets = [(0, 1), (2, 3), (0, 1, 2, 3), (1, 2)]
+    groups = [dist.new_group(list(ranks), backend="gloo") for ranks in sets[:3]]
+    if kind == "missing on one":
+        groups = groups[1:] if rank == 1 else groups
+    if kind == "of others":
+        TorchPlatform(groups[rank // 2], groups=groups[2:])
+    platform = TorchPlatform(groups=groups)
+    made: list[object] = []
+    connect = GlooGroup.connect
+
+    def counted(store: object, ranks: tuple[int, ...], *rest: object) -> object:
+        made.append(ranks)
+        return connect(store, ranks, *rest)
+
+    handles = platform.ranks.groups([(0,)])  # the first call of all: they are compared
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GlooGroup, "connect", counted)
+        handles = platform.ranks.groups(sets)
+        for ranks, handle in zip(sets, handles, strict=True):
+            if handle is not None:
+                buffer = np.full(5, rank, np.uint8)
+                platform.ranks.broadcast_into([buffer], ranks[-1], handle).wait()
+                assert buffer.tolist() == [ranks[-1]] * 5
+    assert platform.ranks.groups(sets) == handles
+    return made
+
+
+def test_groups_of_the_caller(gloo):
+    assert gloo(callers_groups, "all") == [[], [(1, 2)], [(1, 2)], []]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("missing on one", r"group of ranks \(0, 1\), but not on ranks \[1\]"),
+        ("of others", "must be ranks of the process group"),
+    ],
+)
+def test_groups_that_ranks_do_not_share_are_refused(gloo, kind, message):
+    with pytest.raises(PoolError, match=message):
+        gloo(callers_groups, kind)
+
+
+def load_in_callers_groups(rank: int, world_size: int, path: str) -> tuple[int, int]:
+    groups = [dist.new_group([0, 1, 2, 3], backend="gloo")]
+    platform = TorchPlatform(groups=groups)
+    state = {"w": torch.arange(1 << 18, dtype=torch.float32), "b": torch.ones(3)}
+    hyper_ckpt.save(state, path, platform=platform)
+    target = {name: torch.zeros_like(value) for name, value in state.items()}
+    report = hyper_ckpt.load(target, path, platform=platform, share_reads=True)
+    assert all(torch.equal(target[name], value) for name, value in state.items())
+    return report.shared_boxes, report.bytes_read + report.bytes_received
+
+
+def test_a_load_in_groups_of_the_caller(gloo, tmp_path):
+    found = gloo(load_in_callers_groups, str(tmp_path / "c"))
+    assert all(shared and moved == (1 << 20) + 12 for shared, moved in found)
