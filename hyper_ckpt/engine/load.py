@@ -275,7 +275,7 @@ class Loader:
                     part.exchange(self._handles[number])
                 self._broadcasting = False
                 self._close(members)
-                # The others wait for boxes that come later, and hold no buffer until then.
+                # What only private reads complete is copied in for now: it holds no buffer until then.
                 self._set_aside([row for row in members if last[id(self._target(row)[0])] == n])
                 if more and ahead is None:
                     ahead = self._read_batch(n + 1)

@@ -28,6 +28,10 @@ from hyper_ckpt.storage.alone import find_alone
 from hyper_ckpt.storage.safetensors_file import MAX_HEADER_BYTES, Entry, build_header, choose_keys, header_upper_bound
 
 
+_MOST_REMEMBERED = 1 << 20
+"""Chunks whose places, headers and rows are kept for the next save: some 100 bytes each."""
+
+
 def data_file_name(rank: int, save_id: str, part: int, group: str = "") -> str:
     """The name of a rank's data file; a rank has several parts only where a header would grow too long."""
     return f"rank-{rank:05d}-{save_id}{f'-{group}' if group else ''}{f'-{part:04d}' if part else ''}.safetensors"
@@ -65,10 +69,9 @@ class FileSystemWriter(StorageWriter):
     def place(self, columns: Columns, save_id: str) -> Placed:
         labels = self._labels(columns)
         key = ("placed", *labels) if any(labels) else "placed"
-        if key not in columns.memo:
-            columns.memo[key] = self._placed(columns, labels)
-        placed: Placed
-        placed, parts = columns.memo[key]
+        placed, parts = columns.memo.get(key) or self._placed(columns, labels)
+        if len(columns) <= _MOST_REMEMBERED:
+            columns.memo[key] = placed, parts
         return placed.named(tuple([data_file_name(rank, save_id, part, label) for rank, part, label in parts]))
 
     def _placed(self, columns: Columns, labels: Sequence[str]) -> tuple[Placed, list[tuple[int, int, str]]]:
