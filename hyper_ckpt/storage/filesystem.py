@@ -27,7 +27,6 @@ from hyper_ckpt.manifest import MANIFEST_NAME, Manifest, StoredTensor
 from hyper_ckpt.storage.alone import find_alone
 from hyper_ckpt.storage.safetensors_file import MAX_HEADER_BYTES, Entry, build_header, choose_keys, header_upper_bound
 
-
 _MOST_REMEMBERED = 1 << 20
 """Chunks whose places, headers and rows are kept for the next save: some 100 bytes each."""
 
