@@ -77,18 +77,19 @@ class Layouts:
         Raises:
             UnsupportedLayoutError: it cannot be stored as it lies.
         """
-        known = self._mesh(value.device_mesh)
-        key = (tuple(map(_identity, value.placements)), _explicit_order(value))
-        if key not in known.layouts:
+        return self._layout(value, self._mesh(value.device_mesh))
+
+    def _layout(self, value: DTensor, known: _KnownMesh) -> MeshLayout:
+        key = _identity(value)
+        found = known.layouts.get(key)
+        if found is None:
             placements = tuple(_placement(each, value) for each in value.placements)
-            known.layouts[key] = MeshLayout(known.mesh, placements, _cutting_order(value, known.mesh.shape))
-        return known.layouts[key]
+            found = known.layouts[key] = MeshLayout(known.mesh, placements, _cutting_order(value, known.mesh.shape))
+        return found
 
     def signature(self, value: DTensor) -> tuple[object, ...]:
         """Equal for two DTensors only if their layouts are."""
-        spec = value._spec
-        # The classes too: see `_identity`.
-        return (spec.mesh, spec.placements, tuple(map(type, spec.placements)), getattr(spec, "shard_order", None))
+        return (value._spec.mesh, *_identity(value))
 
     def own_box(self, value: DTensor, local: torch.Tensor) -> Box | None:
         """(offsets, sizes) of this rank's part `local`, None if the rank is not in the mesh.
@@ -96,7 +97,8 @@ class Layouts:
         Raises:
             UnsupportedLayoutError: the local tensor has another shape than its placements say.
         """
-        layout, known = self.of(value), self._mesh(value.device_mesh)
+        known = self._mesh(value.device_mesh)
+        layout = self._layout(value, known)
         if known.coordinate is None:
             return None
         box = known.own_box(layout, tuple(value.shape))
@@ -127,9 +129,11 @@ class Layouts:
         return known
 
 
-def _identity(placement: Any) -> Hashable:
-    # The class counts too: a subclass of Shard may compare equal and mean something else.
-    return type(placement), placement
+def _identity(value: DTensor) -> tuple[Hashable, ...]:
+    """Equal only for DTensors that lie alike on their meshes."""
+    spec = value._spec
+    # The classes count too: a subclass of Shard may compare equal and mean something else.
+    return (spec.placements, tuple(map(type, spec.placements)), getattr(spec, "shard_order", None))
 
 
 def _placement(placement: Any, value: DTensor) -> Placement:
