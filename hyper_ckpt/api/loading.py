@@ -18,7 +18,7 @@ from hyper_ckpt.agreement import Operation, StoppedError, broadcast_bytes
 from hyper_ckpt.api.common import RememberedTensors, all_tensors, attempt, few, tensor_test
 from hyper_ckpt.api.matching import Match, Matcher, count_votes, refuse_unexpected
 from hyper_ckpt.api.reporting import Reporter
-from hyper_ckpt.api.sharing import choose_sharing
+from hyper_ckpt.api.sharing import choose_sharing, pass_on_blobs
 from hyper_ckpt.box import element_counts
 from hyper_ckpt.columns import Columns, Located
 from hyper_ckpt.contracts.placement import StorageReader
@@ -237,6 +237,8 @@ class Loading:
         assert description is not None
         # Ranks that mapped names differently may mean different tensors by one name: then each reads for itself.
         shares = match.alike and self._shares(description, match, manifest)
+        if shares and b"blob" in manifest.state:  # the same on all ranks
+            pass_on_blobs(self._operation, self._ranks, stored, match)
         loader, error = attempt(lambda: self._loader(description, manifest, match, stored, shares))
         self._operation.agree("checking the files", error=error)
         assert loader is not None
@@ -314,10 +316,10 @@ class Loading:
         """Reads the payloads and blobs that the target wants: a damaged one is found before anything is filled."""
         rank = self._ranks.rank
         for name, kind in values_by_kind(match.saved).items():
-            if kind == "per_rank" and name in match.values and rank < stored.world_size:
+            if kind == "per_rank" and name in match.own and rank < stored.world_size:
                 stored.payload(rank, name)
         for name, owner in blob_owners(match.saved):
-            if name in match.values:
+            if name in match.own:
                 stored.payload(owner, name)
 
     def _read(self, loader: Loader) -> None:

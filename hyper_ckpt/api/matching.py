@@ -21,7 +21,7 @@ from hyper_ckpt.planning.describe import describe_tensor, find_ties, local_shard
 from hyper_ckpt.state import FlatState, Node, compare, select
 from hyper_ckpt.state.rename import Renamed, rename
 from hyper_ckpt.state.tree import KeyedNode
-from hyper_ckpt.state.walk import all_names, values_by_kind
+from hyper_ckpt.state.walk import all_names
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class Match:
         wanted: the targets to fill by name, new ones where they had no memory.
         replaced: those of them that are not the tensors that stand in the target.
         ties: names that are the memory of another name.
-        values: names of the target's other leaves.
+        own: every name in the target, of leaves and containers.
         names: every saved name, the same on all ranks.
         manifest: the checkpoint's, under the target's names.
         mapped: the saved names of those of the target's that `map_keys` found under another one.
@@ -51,7 +51,7 @@ class Match:
     wanted: dict[str, Any] = field(default_factory=dict)
     replaced: dict[str, Any] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
-    values: frozenset[str] = frozenset()
+    own: frozenset[str] = frozenset()
     names: tuple[str, ...] = ()
     manifest: Manifest | None = None
     mapped: Mapping[str, str] = field(default_factory=dict)
@@ -110,14 +110,14 @@ class Matcher:
         """
         tree = state_of(self._manifest)
         chosen = select(tree, self._context.rank)
-        values = frozenset(values_by_kind(self._flat.tree))
+        own = frozenset(all_names(self._flat.tree))
         renamed = self._rename(chosen.tree)
         self._manifest = self._manifest.renamed(renamed.moved)
         match = Match(
             renamed.tree,
             chosen.borrowed,
             unexpected=list(renamed.hidden),
-            values=values,
+            own=own,
             names=tuple(all_names(tree)),
             manifest=self._manifest,
             mapped=renamed.moved,

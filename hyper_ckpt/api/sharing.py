@@ -1,17 +1,22 @@
-"""Whether the ranks of a load share their reads, where that is left to us: measured together, decided by rank 0."""
+"""What the ranks of a load decide and read together: whether they share reads at all, and large plain values."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from hyper_ckpt.agreement import Operation
 from hyper_ckpt.api.common import attempt, kept
-from hyper_ckpt.contracts.platform import Platform
+from hyper_ckpt.api.matching import Match
+from hyper_ckpt.contracts.platform import ByteBuffer, Platform, Ranks
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.engine.sharing import SMALL_BYTES, Sample, broadcast_bandwidth, is_worth_it, read_sample
+from hyper_ckpt.engine.stored import Stored
+from hyper_ckpt.errors import ManifestError
 from hyper_ckpt.receipt import FileRecord
+from hyper_ckpt.state.walk import blobs
 
 
 def choose_sharing(
@@ -45,3 +50,35 @@ def choose_sharing(
 
 def _decide(votes: list[bytes]) -> bytes:
     return b"1" if is_worth_it([msgspec.msgpack.decode(vote, type=Sample) for vote in votes]) else b""
+
+
+def pass_on_blobs(operation: Operation, ranks: Ranks, stored: Stored, match: Match) -> None:
+    """Large plain values that all ranks want: each is read by one rank, in turn, and broadcast. Collective."""
+    wanted = {(name, node.rank or 0, node.size) for name, node in blobs(match.saved) if name in match.own}
+    data = operation.agree("choosing how to read values", msgspec.msgpack.encode(sorted(wanted)), decide=_wanted_by_all)
+    common = msgspec.msgpack.decode(data, type=list[tuple[str, int, int]])
+    reader_of = [number % ranks.world_size for number in range(len(common))]
+
+    def read() -> None:
+        for (name, owner, size), reader in zip(common, reader_of, strict=True):
+            blob = stored.payload(owner, name) if reader == ranks.rank else None
+            if reader == ranks.rank and (blob is None or len(blob) != size):
+                raise ManifestError(f"the value of {name!r} is missing from the receipt of rank {owner}")
+
+    def broadcast() -> None:
+        for (name, owner, size), reader in zip(common, reader_of, strict=True):
+            own = stored.payload(owner, name) if reader == ranks.rank else None
+            buffer: ByteBuffer = np.frombuffer(bytearray(size if own is None else own), np.uint8)
+            ranks.broadcast_into([buffer], reader).wait()
+            stored.keep_payload(owner, name, buffer.tobytes())
+
+    # Nobody makes room for a size before the reader has seen that it is true.
+    _, error = attempt(read)
+    operation.agree("reading values", error=error)
+    _, error = attempt(broadcast)
+    operation.agree("passing on values", error=error)
+
+
+def _wanted_by_all(votes: list[bytes]) -> bytes:
+    wanted = [set(msgspec.msgpack.decode(vote, type=list[tuple[str, int, int]])) for vote in votes]
+    return msgspec.msgpack.encode(sorted(set.intersection(*wanted)))

@@ -79,6 +79,10 @@ class Stored:
             self._payloads[rank, name] = self._read_payload(rank, name)
         return self._payloads[rank, name]
 
+    def keep_payload(self, rank: int, name: str, data: bytes) -> None:
+        """Notes a payload that another rank has read."""
+        self._payloads[rank, self._manifest.saved_name(name)] = data
+
     def _read_payload(self, rank: int, name: str) -> bytes | None:
         receipt = self.receipt(rank)
         if name not in receipt.payloads:

@@ -50,11 +50,14 @@ def tensor_names(tree: Node) -> list[str]:
 
 def blob_owners(tree: Node) -> list[tuple[str, int]]:
     """The blobs of a merged tree: name, and the rank that stores it. A name may come with several ranks."""
+    return [(name, blob.rank) for name, blob in blobs(tree) if blob.rank is not None]
+
+
+def blobs(tree: Node) -> list[tuple[str, BlobNode]]:
+    """The blobs of a tree with their names."""
     if not has_blobs(tree):
         return []
-    return [
-        (n, b.rank) for n, b in _walk(tree, None) if isinstance(b, BlobNode) and b.rank is not None and n is not None
-    ]
+    return [(name, node) for name, node in _walk(tree, None) if isinstance(node, BlobNode) and name is not None]
 
 
 def prune(tree: Node, keys: Collection[str]) -> tuple[Node, list[str]]:
