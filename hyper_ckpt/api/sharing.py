@@ -57,6 +57,8 @@ def pass_on_blobs(operation: Operation, ranks: Ranks, stored: Stored, match: Mat
     wanted = {(name, node.rank or 0, node.size) for name, node in blobs(match.saved) if name in match.own}
     data = operation.agree("choosing how to read values", msgspec.msgpack.encode(sorted(wanted)), decide=_wanted_by_all)
     common = msgspec.msgpack.decode(data, type=list[tuple[str, int, int]])
+    if not common:
+        return
     reader_of = [number % ranks.world_size for number in range(len(common))]
 
     def read() -> None:
