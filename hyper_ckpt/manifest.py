@@ -366,9 +366,10 @@ def encode_manifest(content: ManifestContent, columns: Columns, placed: Placed) 
     """
     number_of = {f.name: i for i, f in enumerate(content.files)}
     numbers = tuple([number_of[name] for name in placed.files])
-    if ("rows", numbers) not in placed.memo:
-        placed.memo["rows", numbers] = _rows(columns, placed, numbers)
-    rows, file_lists, grids = placed.memo["rows", numbers]
+    known = placed.memo.get("rows")
+    if known is None or known[0] != numbers:
+        known = placed.memo["rows"] = (numbers, *_rows(columns, placed, numbers))
+    _, rows, file_lists, grids = known
     document = _Document(
         FORMAT, VERSION, ZERO_DIGEST, content.save_id, content.world_size, content.created, content.library,
         list(content.files), list(content.receipts), file_lists, grids,

@@ -8,25 +8,51 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_lock = threading.Lock()
-_users = 0
-_was_enabled = False
+from hyper_ckpt.engine.forks import reset_in_children
+
+
+class _Collector:
+    """Who has paused the collector, and how it was before the first did."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._paused_by: set[object] = set()
+        self._was_enabled = False
+
+    def pause(self, who: object) -> None:
+        with self._lock:
+            if not self._paused_by:
+                self._was_enabled = gc.isenabled()
+            self._paused_by.add(who)
+            gc.disable()
+
+    def go_on(self, who: object) -> None:
+        """Also where `pause` was interrupted."""
+        with self._lock:
+            paused = who in self._paused_by
+            self._paused_by.discard(who)
+            if paused and not self._paused_by and self._was_enabled:
+                gc.enable()
+
+    def reset_after_fork(self) -> None:
+        """The threads that paused it are not in the child."""
+        self._lock = threading.Lock()
+        if self._paused_by and self._was_enabled:
+            gc.enable()
+        self._paused_by.clear()
+
+
+_COLLECTOR = _Collector()
+reset_in_children(_COLLECTOR)
 
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
     """Keeps the cyclic collector from running in this process, as it was after the last one has left: while the caller
     plans or is blocked. Objects that are gone by then cost nothing, so leave it behind them."""
-    global _users, _was_enabled
-    with _lock:
-        if not _users:
-            _was_enabled = gc.isenabled()
-            gc.disable()
-        _users += 1
+    who = object()
     try:
+        _COLLECTOR.pause(who)
         yield
     finally:
-        with _lock:
-            _users -= 1
-            if not _users and _was_enabled:
-                gc.enable()
+        _COLLECTOR.go_on(who)

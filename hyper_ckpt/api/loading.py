@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +35,7 @@ from hyper_ckpt.manifest import MANIFEST_NAME, VERSION, Manifest
 from hyper_ckpt.options import DEFAULT_MAX_HOST_BYTES, LoadOptions, ShareReads, Strict, Verify
 from hyper_ckpt.planning.describe import describe_tensor, local_shards
 from hyper_ckpt.registry import registry
-from hyper_ckpt.state import BlobNode, FlatState, flatten, restore, skeleton
-from hyper_ckpt.state.walk import blob_owners, values_by_kind
+from hyper_ckpt.state import BlobNode, FlatState, flatten, prepare_restore, skeleton
 
 MAX_ATTEMPTS = 100
 """How often a load begins again because the checkpoint was replaced under it: each time, a save was completed."""
@@ -183,17 +182,24 @@ class Loading:
             match = self._match(flat, manifest)
             manifest = match.manifest or manifest
             stored = Stored(self._call.store, manifest, self._call.verify != "off")
-            loader = self.plan(skeleton(flat.tree), manifest, match, stored)
+            changes: list[Callable[[], None]] = []
+            loader = self.plan(
+                skeleton(flat.tree),
+                manifest,
+                match,
+                stored,
+                lambda: changes.append(self._prepare_values(flat, match, stored)),
+            )
         with self._operation.working():
             with self._phase("read"):
-                _, error = attempt(lambda: self._read(loader))
+                _, error = attempt(lambda: self._read(loader, flat, match, stored, changes))
                 stopped = isinstance(error, StoppedError)
                 if error is not None:
                     self._operation.stop()
                 self._operation.agree("loading", b"1" * stopped, None if stopped else error, _refuse_stopped)
             # Plain values change nowhere unless all that was to be read has been read everywhere.
             with self._phase("values"):
-                _, error = attempt(lambda: self._set_values(flat, match, stored))
+                _, error = attempt(changes[-1])
                 self._operation.agree("setting plain values", error=error, last=True)
         unfilled = self._unfilled(loader, match)
         self._reporter.finished("loaded", sum(f.size for f in manifest.files) if self._ranks.rank == 0 else 0)
@@ -229,8 +235,16 @@ class Loading:
             refuse_unexpected(match.unexpected, manifest.checkpoint)
         return match
 
-    def plan(self, frame: bytes, manifest: Manifest, match: Match, stored: Stored) -> Loader:
-        """Decides what this rank reads, and checks the files it will open. `frame` is the skeleton of the state."""
+    def plan(
+        self,
+        frame: bytes,
+        manifest: Manifest,
+        match: Match,
+        stored: Stored,
+        read_values: Callable[[], None] = lambda: None,
+    ) -> Loader:
+        """Decides what this rank reads, checks the files it will open, and reads values that are no tensors: what is
+        damaged there, or cannot be set, is found before anything is filled. `frame` is the skeleton of the state."""
         planner = self._call.planner
         description, error = attempt(lambda: planner.build_local_plan(match.wanted, frame, manifest, self._context))
         self._operation.agree("describing the target", error=error)
@@ -239,7 +253,7 @@ class Loading:
         shares = match.alike and self._shares(description, match, manifest)
         if shares and b"blob" in manifest.state:  # the same on all ranks
             pass_on_blobs(self._operation, self._ranks, stored, match)
-        loader, error = attempt(lambda: self._loader(description, manifest, match, stored, shares))
+        loader, error = attempt(lambda: self._loader(description, manifest, match, stored, shares, read_values))
         self._operation.agree("checking the files", error=error)
         assert loader is not None
         return loader
@@ -258,7 +272,13 @@ class Loading:
         return choose_sharing(self._operation, call.platform, call.store, manifest.files, wanted, whole)
 
     def _loader(
-        self, description: Description, manifest: Manifest, match: Match, stored: Stored, shares: bool
+        self,
+        description: Description,
+        manifest: Manifest,
+        match: Match,
+        stored: Stored,
+        shares: bool,
+        read_values: Callable[[], None],
     ) -> Loader:
         """Shares out the reads, finds the stored pieces, and checks the files that hold them."""
         call, rank, planner = self._call, self._ranks.rank, self._call.planner
@@ -275,7 +295,7 @@ class Loading:
             columns = planner.finalize_plan(description, rank, boxes)
         located = self._locate(manifest, columns)
         stored.check_files(np.unique(located.file).tolist())
-        self._read_values(match, stored)
+        read_values()
         targets = {name: self._targets(name, value) for name, value in wanted.items()}
         refuse_shared_memory(targets, match.ties)
         job = LoadJob(
@@ -312,32 +332,30 @@ class Loading:
         except UnsupportedStateError as error:
             raise type(error)(f"{name!r}: {error}") from error
 
-    def _read_values(self, match: Match, stored: Stored) -> None:
-        """Reads the payloads and blobs that the target wants: a damaged one is found before anything is filled."""
-        rank = self._ranks.rank
-        for name, kind in values_by_kind(match.saved).items():
-            if kind == "per_rank" and name in match.own and rank < stored.world_size:
-                stored.payload(rank, name)
-        for name, owner in blob_owners(match.saved):
-            if name in match.own:
-                stored.payload(owner, name)
-
-    def _read(self, loader: Loader) -> None:
+    def _read(
+        self, loader: Loader, flat: FlatState, match: Match, stored: Stored, changes: list[Callable[[], None]]
+    ) -> None:
         loader.open_groups()
         loader.run()
-
-    def _set_values(self, flat: FlatState, match: Match, stored: Stored) -> None:
-        platform = self._call.platform
+        others = {}
         for name, tensor in match.wanted.items():
             applied = self._call.planner.apply_tensor(name, tensor)
-            if applied is not flat.tensors[name]:
-                match.replaced[name] = applied
-        restore(
+            if applied is not match.replaced.get(name, flat.tensors[name]):
+                others[name] = applied
+        if others:  # rare: a planner that makes tensors of its own
+            match.replaced |= others
+            self._kept.clear()
+            changes.append(self._prepare_values(flat, match, stored))
+
+    def _prepare_values(self, flat: FlatState, match: Match, stored: Stored) -> Callable[[], None]:
+        """Reads and decodes what is no tensor, and returns what sets it."""
+        stager = self._call.platform.stager
+        return prepare_restore(
             flat,
             match.saved,
             payload=lambda name: self.payload(stored, name),
             blob=lambda name, node: self.blob(stored, name, node),
-            make_tensor=lambda dtype, shape, data: from_host(self._tensors, platform.stager, dtype, shape, data),
+            make_tensor=lambda dtype, shape, data: from_host(self._tensors, stager, dtype, shape, data),
             tensors=match.replaced,
             codecs=registry().codecs(),
             allow_pickle=self._call.options.allow_pickle,

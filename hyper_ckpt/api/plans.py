@@ -7,18 +7,16 @@ in it, is told by its key.
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from hyper_ckpt.api.common import kept
 from hyper_ckpt.columns import Columns
 from hyper_ckpt.contracts.planner import SavePlanner
 from hyper_ckpt.contracts.platform import Platform
 from hyper_ckpt.description import World
+from hyper_ckpt.latest import Latest
 
-K = TypeVar("K")
-V = TypeVar("V")
 _MOST = 8
 
 
@@ -26,34 +24,24 @@ class Plans:
     """The plans that a platform's ranks made lately."""
 
     def __init__(self) -> None:
-        self._plans: OrderedDict[object, Columns] = OrderedDict()
-        self._memos: OrderedDict[bytes, dict[object, Any]] = OrderedDict()
+        self._plans: Latest[object, Columns] = Latest(_MOST)
+        self._memos: Latest[bytes, dict[object, Any]] = Latest(_MOST)
         self.made = 0
 
     def known(self, world: World) -> World:
         """The same world, with what was worked out of earlier ones of its key."""
-        return dataclasses.replace(world, memo=_latest(self._memos, world.key, dict))
+        memo = self._memos.get(world.key)
+        return dataclasses.replace(world, memo=self._memos.put(world.key, {}) if memo is None else memo)
 
     def get(self, planner: SavePlanner, world: World, rank: int | None, make: Callable[[], Columns]) -> Columns:
         """The plan of one rank, or of all (None): an earlier one, or a new one."""
         load = b"" if world.base_load is None else world.base_load.tobytes()
         key = (type(planner), planner.identity(), world.world_size, world.key, load, rank)
-
-        def counted() -> Columns:
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans.put(key, make())
             self.made += 1
-            return make()
-
-        return _latest(self._plans, key, counted)
-
-
-def _latest(known: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
-    """The value of a key, made if there is none; of more than a few the one that was not asked for longest goes."""
-    if key not in known:
-        known[key] = make()
-    known.move_to_end(key)
-    while len(known) > _MOST:
-        known.popitem(last=False)
-    return known[key]
+        return plan
 
 
 def plans_of(platform: Platform) -> Plans:

@@ -14,7 +14,6 @@ import numpy as np
 import xxhash
 
 from hyper_ckpt.agreement import Operation
-from hyper_ckpt.api.collector import paused_collector
 from hyper_ckpt.api.common import attempt, few
 from hyper_ckpt.api.plans import plans_of
 from hyper_ckpt.api.reporting import Reporter
@@ -179,7 +178,6 @@ class Saving:
         """A plan, an earlier one if nothing has changed. Boxes that are listed one by one are in no world's key."""
         return make() if loose else plans_of(self.call.platform).get(self.call.planner, world, rank, make)
 
-    @paused_collector()
     def _publish(self, votes: list[bytes], begun: BegunTogether) -> bytes:
         """At rank 0, when all have written: compares what was written with the plan, and commits."""
         call, decision = self.call, begun.decision

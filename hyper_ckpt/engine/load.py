@@ -150,6 +150,7 @@ class Loader:
         self._handles: list[Any] = []
         self._held: dict[int, tuple[ByteBuffer, int]] = {}
         self._broadcasting = False
+        self._reading: list[Running] = []
         self._located_order = order
         self._located_want = job.located.want[order]
         self._boxes = job.columns.boxes()
@@ -192,6 +193,8 @@ class Loader:
         batches = [[self._target(row)[0] for row in members] for _, _, members in self._batches]
         last = {id(t): n for n, targets in enumerate(batches) for t in targets if t.view is None}
         messages = [int(self.nbytes[members].sum()) for _, _, members in self._batches]
+        if not last:
+            return max((sum(messages[max(n - count + 1, 0) : n + 1]) for n in range(len(messages))), default=0)
         opened: dict[int, int] = {}
         most = 0
         for n, targets in enumerate(batches):
@@ -223,6 +226,8 @@ class Loader:
             with self.job.store.reading():
                 self._run()
         except BaseException:
+            for reading in self._reading:
+                reading.stop()
             self._give_back()
             raise
         self.counts.peak_host_bytes = self.budget.peak
@@ -258,39 +263,33 @@ class Loader:
 
     def _run_shared(self) -> None:
         """Reads batches and passes them on; where memory allows it, the next is read while one is passed on."""
-        ahead = self._read_batch(0) if self._batches else None
         last = {id(self._target(row)[0]): n for n, (_, _, members) in enumerate(self._batches) for row in members}
+        ahead: list[SharedPart] | None = None
         for n, (number, batch, members) in enumerate(self._batches):
-            assert ahead is not None
-            (parts, reading), ahead = ahead, None
-            try:
-                reading.wait()
-                more = n + 1 < len(self._batches)
-                if more and self._reads_ahead:
-                    ahead = self._read_batch(n + 1)
-                # A rank enters the broadcasts only when every rank of the group has read its part.
-                self.job.batch_ready(f"{number}/{batch}", self.job.columns.groups[number])
-                self._broadcasting = True
-                for part in parts:
-                    part.exchange(self._handles[number])
-                self._broadcasting = False
-                self._close(members)
-                # What only private reads complete is copied in for now: it holds no buffer until then.
-                self._set_aside([row for row in members if last[id(self._target(row)[0])] == n])
-                if more and ahead is None:
-                    ahead = self._read_batch(n + 1)
-            except BaseException:
-                if ahead is not None:
-                    ahead[1].stop()
-                raise
+            parts, ahead = self._read_batch(n) if ahead is None else ahead, None
+            self._reading[n].wait()
+            if n + 1 < len(self._batches) and self._reads_ahead:
+                ahead = self._read_batch(n + 1)
+            # A rank enters the broadcasts only when every rank of the group has read its part.
+            self.job.batch_ready(f"{number}/{batch}", self.job.columns.groups[number])
+            self._broadcasting = True
+            for part in parts:
+                part.exchange(self._handles[number])
+            self._broadcasting = False
+            self._close(members)
+            # What only private reads complete is copied in for now: it holds no buffer until then.
+            self._set_aside([row for row in members if last[id(self._target(row)[0])] == n])
 
-    def _read_batch(self, n: int) -> tuple[list[SharedPart], Running]:
+    def _read_batch(self, n: int) -> list[SharedPart]:
         """Starts to read this rank's part of a batch."""
         number, _, members = self._batches[n]
         self._open(members)
         parts = [SharedPart(self, reader, members) for reader in self.job.columns.groups[number]]
         own = [t for p in parts if p.reader == self.job.ranks.rank for t in p.tasks()]
-        return parts, Running(own, self.job.threads)
+        # Noted before it begins: whatever fails, it is stopped before its buffers are given back.
+        self._reading.append(Running(own, self.job.threads))
+        self._reading[n].start()
+        return parts
 
     def _shared_batches(self) -> Iterator[tuple[int, int, list[int]]]:
         """Number of the group, number of the batch in it, rows: what is read and passed on at once, in this order."""

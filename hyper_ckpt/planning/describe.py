@@ -17,6 +17,7 @@ from hyper_ckpt.description import (
     pack_ranks,
 )
 from hyper_ckpt.errors import UnsupportedStateError
+from hyper_ckpt.latest import Latest
 from hyper_ckpt.layout import Boxes, MeshLayout
 
 
@@ -66,14 +67,12 @@ def describe(tensors: Mapping[str, Any], skeleton: bytes, context: PlanContext, 
     if not saving:
         return _describe(names, [], tensors, skeleton, context, saving=False).description
     signatures = [context.tensors.signature(tensors[name]) for name in names]
-    known: dict[bytes, _Described] = context.memo.setdefault("described", {})
-    found = known.pop(skeleton, None)
+    known: Latest[bytes, _Described] = context.memo.setdefault("described", Latest(_MOST))
+    found = known.get(skeleton)
     if found is None or found[:2] != (names, signatures):
         found = _describe(names, signatures, tensors, skeleton, context, saving=True)
     if None not in signatures:
-        known[skeleton] = found
-        while len(known) > _MOST:
-            del known[next(iter(known))]
+        known.put(skeleton, found)
     if not found.replicated:
         return found.description
     prints = {

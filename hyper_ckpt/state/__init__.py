@@ -11,7 +11,7 @@ from hyper_ckpt.state.digests import canonical, skeleton, values_digest
 from hyper_ckpt.state.flatten import FlatState, Substate, ToHost, flatten
 from hyper_ckpt.state.merge import Conflict, Selection, merge, select
 from hyper_ckpt.state.names import escape_key, join, parse_key
-from hyper_ckpt.state.restore import restore
+from hyper_ckpt.state.restore import prepare_restore
 from hyper_ckpt.state.tree import MAX_DEPTH, BlobNode, Node, encode_tree
 
 __all__ = [
@@ -38,8 +38,8 @@ __all__ = [
     "leaves",
     "merge",
     "parse_key",
+    "prepare_restore",
     "rebuild",
-    "restore",
     "select",
     "skeleton",
     "values_digest",

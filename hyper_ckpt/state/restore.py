@@ -45,7 +45,7 @@ from hyper_ckpt.state.tree import (
 from hyper_ckpt.values import PerRank
 
 
-def restore(
+def prepare_restore(
     flat: FlatState,
     saved: Node,
     *,
@@ -55,8 +55,9 @@ def restore(
     tensors: Mapping[str, Any],
     codecs: Sequence[Codec] = BUILTIN,
     allow_pickle: bool = False,
-) -> None:
-    """Sets in the target everything that is not a tensor's contents; called when these have been read.
+) -> Callable[[], None]:
+    """Decodes everything that is not a tensor's contents, and returns what sets it in the target: to be called when
+    these have been read.
 
     Plain values replace the target's, in its own dicts, lists, deques, sets, bytearrays and random
     generators; tuples are rebuilt where they stand. What was not saved, or doesn't fit (see `compare`), stays
@@ -68,9 +69,9 @@ def restore(
         tensors: by name, tensors that take the place of the target's own.
 
     Raises:
-        CorruptCheckpointError: the tree, a payload or a blob is damaged or hostile. Nothing has been changed.
-        UnsupportedTypeError: a codec or Enum class is not there, or pickles are not allowed. Nothing has been changed.
-        TargetError: one container stands in two places that get different values. Nothing has been changed.
+        CorruptCheckpointError: the tree, a payload or a blob is damaged or hostile.
+        UnsupportedTypeError: a codec or Enum class is not there, or pickles are not allowed.
+        TargetError: one container stands in two places that get different values.
     """
     if not isinstance(saved, KeyedNode):
         raise ManifestError("the saved state is not a dict")
@@ -80,8 +81,12 @@ def restore(
         changes.plan(flat.root, saved, None)
     except RecursionError as error:
         raise ManifestError("the saved state is nested too deeply for the stack that is left") from error
-    for change in changes.noted:
-        change()
+
+    def change() -> None:
+        for each in changes.noted:
+            each()
+
+    return change
 
 
 class _Changes:

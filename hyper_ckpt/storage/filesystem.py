@@ -67,10 +67,13 @@ class FileSystemWriter(StorageWriter):
 
     def place(self, columns: Columns, save_id: str) -> Placed:
         labels = self._labels(columns)
-        key = ("placed", *labels) if any(labels) else "placed"
-        placed, parts = columns.memo.get(key) or self._placed(columns, labels)
-        if len(columns) <= _MOST_REMEMBERED:
-            columns.memo[key] = placed, parts
+        known = columns.memo.get("placed")
+        if known is None or known[0] != labels:
+            known = (labels, *self._placed(columns, labels))
+            if len(columns) <= _MOST_REMEMBERED:
+                columns.memo["placed"] = known
+        placed: Placed
+        _, placed, parts = known
         return placed.named(tuple([data_file_name(rank, save_id, part, label) for rank, part, label in parts]))
 
     def _placed(self, columns: Columns, labels: Sequence[str]) -> tuple[Placed, list[tuple[int, int, str]]]:
@@ -100,7 +103,7 @@ class FileSystemWriter(StorageWriter):
 
     def _labels(self, columns: Columns) -> list[str]:
         """The group of each tensor of the table."""
-        if type(self).group_of is FileSystemWriter.group_of:
+        if getattr(self.group_of, "__func__", None) is FileSystemWriter.group_of:
             return [""] * len(columns.table.names)
         return [self._label(name) for name in columns.table.names]
 
@@ -145,10 +148,11 @@ class FileSystemWriter(StorageWriter):
         return plans + [_plan(data_file_name(rank, save_id, 0, g), [], own) for g, own in beside.items()]
 
     def _file(self, columns: Columns, placed: Placed, file: int, payloads: Sequence[tuple[str, int]]) -> FilePlan:
-        key = ("file", file, *payloads)
-        if key not in placed.memo:
-            placed.memo[key] = self._planned(columns, placed, file, payloads)
-        plan: FilePlan = placed.memo[key]
+        # One for each file: payloads may have other sizes in every save.
+        known = placed.memo.get(("file", file))
+        if known is None or known[0] != payloads:
+            known = placed.memo["file", file] = (payloads, self._planned(columns, placed, file, payloads))
+        plan: FilePlan = known[1]
         return dataclasses.replace(plan, name=placed.files[file])
 
     def _planned(self, columns: Columns, placed: Placed, file: int, payloads: Sequence[tuple[str, int]]) -> FilePlan:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hyper_ckpt.dtypes import dtype_of
-from hyper_ckpt.state import FlatState, decode_tree, encode_tree, flatten, merge, rebuild, restore, select
+from hyper_ckpt.state import FlatState, decode_tree, encode_tree, flatten, merge, prepare_restore, rebuild, select
 from hyper_ckpt.values import PerRank
 
 
@@ -86,7 +86,7 @@ def rebuilt(flat: FlatState, **options: Any) -> dict:
 
 
 def load(target: dict, flat: FlatState, tensors: dict | None = None, **options: Any) -> None:
-    restore(
+    change = prepare_restore(
         flatten(target, is_tensor=is_array),
         through_disk(flat),
         payload=flat.payloads.get,
@@ -95,6 +95,7 @@ def load(target: dict, flat: FlatState, tensors: dict | None = None, **options: 
         tensors=flat.tensors if tensors is None else tensors,
         **options,
     )
+    change()
 
 
 def round_trip(value: Any) -> Any:

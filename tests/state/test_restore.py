@@ -11,7 +11,7 @@ from hypothesis import given
 
 from hyper_ckpt.contracts.codec import Codec
 from hyper_ckpt.errors import DigestError, ManifestError, TargetError
-from hyper_ckpt.state import BUILTIN, compare, encode_tree, flatten, restore
+from hyper_ckpt.state import BUILTIN, compare, encode_tree, flatten, prepare_restore
 from hyper_ckpt.values import PerRank
 
 from ._same import Counting, is_array, load, make_array, same, save, through_disk
@@ -218,5 +218,5 @@ def test_the_saved_state_must_be_a_dict() -> None:
     flat = flatten({}, is_tensor=is_array)
     unused: Any = None
     with pytest.raises(ManifestError):
-        restore(flat, 1, payload=unused, blob=unused, make_tensor=make_array, tensors={})
+        prepare_restore(flat, 1, payload=unused, blob=unused, make_tensor=make_array, tensors={})
     assert encode_tree(flat.tree) == b'{"!":"dict","k":[],"v":[]}'

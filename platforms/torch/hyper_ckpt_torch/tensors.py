@@ -131,7 +131,8 @@ def _signature(tensor: torch.Tensor) -> Hashable | None:
         return None
     if tensor.is_meta or tensor.is_conj() or tensor.is_neg():
         return None
-    return (type(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr(), tensor.device)
+    memory = (tensor.data_ptr(), tensor.untyped_storage().nbytes(), tensor.device)
+    return (type(tensor), tensor.dtype, tensor.shape, tensor.stride(), memory)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -251,7 +252,7 @@ def _check_storable(tensor: torch.Tensor) -> None:
         _has_own_data(type(tensor))
         and tensor.layout is torch.strided
         and not (tensor.is_quantized or tensor.is_nested)
-        and (tensor.is_meta or tensor.untyped_storage().nbytes() or not tensor.numel())
+        and (tensor.is_meta or _lies_in_its_storage(tensor))
     ):
         return
     kind = type(tensor).__qualname__
@@ -274,6 +275,15 @@ def _check_storable(tensor: torch.Tensor) -> None:
             "register a codec for its type"
         )
     raise UnsupportedStateError(
-        "the memory of a tensor was freed (a parameter that FSDP has gathered and dropped?): take the state from "
-        "state_dict()"
+        f"a tensor of shape {tuple(tensor.shape)} has only {tensor.untyped_storage().nbytes()} bytes of memory: it was "
+        "freed or shrunk (a parameter that FSDP has gathered and dropped?): take the state from state_dict()"
     )
+
+
+def _lies_in_its_storage(tensor: torch.Tensor) -> bool:
+    """False where the memory was freed or shrunk under the tensor."""
+    nbytes, begin, count = tensor.untyped_storage().nbytes(), tensor.storage_offset(), tensor.numel()
+    if tensor.is_contiguous():
+        return not count or (begin + count) * tensor.element_size() <= nbytes
+    span = sum([(n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)]) + 1
+    return not count or (begin + span) * tensor.element_size() <= nbytes
