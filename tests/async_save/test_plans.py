@@ -1,8 +1,10 @@
 """A second save of the same structure plans nothing; any change of it does."""
 
+import sys
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 import hyper_ckpt
 from hyper_ckpt import FileSystemWriter, ItemSavePlanner, PerRank, ShardedTensor, StandardSavePlanner
+from hyper_ckpt.api.common import kept
 from hyper_ckpt.api.plans import plans_of
 from hyper_ckpt.builtin.numpy_tensors import NumpyTensors
 from hyper_ckpt.contracts.platform import Platform
@@ -280,3 +283,40 @@ def test_a_writer_that_groups_otherwise_is_asked_again() -> None:
         files = {name.rpartition("-")[2].partition(".")[0] for name in hyper_ckpt.read_metadata(where).files}
         assert files & {"x", "y"} == set(groups.values())
         assert all(np.array_equal(found, state[name]) for name, found in hyper_ckpt.read(where).items())
+
+
+def test_a_function_set_on_a_writer_is_asked() -> None:
+    url = f"memory://plans/{time.monotonic_ns()}"
+    writer = FileSystemWriter()
+    writer.group_of = lambda name: "x" if name == "a" else "y"  # type: ignore[method-assign]
+    hyper_ckpt.save({"a": W, "b": W, "each": PerRank(1)}, url, storage_writer=writer, no_dist=True)
+    files = hyper_ckpt.read_metadata(url).files
+    assert {name.rpartition("-")[2] for name in files} == {"x.safetensors", "y.safetensors"}
+    assert hyper_ckpt.verify(url).ok
+
+
+def test_what_is_kept_does_not_grow() -> None:
+    state, sizes = {"w": W}, []
+    for number in range(12):
+        url = f"memory://plans/{time.monotonic_ns()}"
+        hyper_ckpt.save({**state, "each": PerRank("x" * 1000 * number)}, url, no_dist=True, platform="numpy")
+        plans = plans_of(kept(hyper_ckpt.registry.registry().platform("numpy"), "alone", Platform))
+        sizes.append(sum(len(columns.memo["placed"][1].memo) for columns in plans._plans._values.values()))
+    assert sizes[-1] == sizes[2]
+
+
+def test_threads_that_save_many_states_at_once() -> None:
+    states = [{f"{n}/{i}": W + n for i in range(n % 5 + 1)} for n in range(24)]
+
+    def save(n: int) -> bool:
+        url = f"memory://plans/{time.monotonic_ns()}-{n}"
+        hyper_ckpt.save(states[n], url, no_dist=True)
+        return all(np.array_equal(found, W + n) for found in hyper_ckpt.read(url).values())
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(save, [*range(24)] * 8))
+    finally:
+        sys.setswitchinterval(interval)

@@ -1,5 +1,6 @@
 """Shared reads: a batch is read while the one before is passed on."""
 
+import re
 import threading
 import time
 from collections import defaultdict
@@ -10,6 +11,7 @@ import pytest
 
 import hyper_ckpt
 from hyper_ckpt import LoadOptions, LoadReport
+from hyper_ckpt.agreement import Operation
 from hyper_ckpt.contracts.platform import Platform
 from hyper_ckpt.engine.shared import SharedPart
 from hyper_ckpt.engine.workers import Running
@@ -95,3 +97,31 @@ def test_damage_in_any_batch_ends_it_for_all(url: str, at: int) -> None:
     with pytest.raises(DigestError, match=f"w{at}"):
         load_on(3, url)
     assert threading.active_count() <= threads, "nothing goes on reading behind an error"
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_where_the_system_gives_no_threads(url: str, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    start, given = threading.Thread.start, [0]
+
+    def refused(thread: threading.Thread) -> None:
+        reads = re.fullmatch(r"hyper-ckpt-(ahead|\d+)", thread.name) is not None
+        if reads and given[0] >= most:
+            raise RuntimeError("can't start new thread")
+        given[0] += reads
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    load_on(2, url, threads=4)
+
+
+def test_an_interrupt_ends_what_is_read_ahead(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = threading.active_count()
+
+    def interrupted(operation: Operation, batch: str, group: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Operation, "batch_ready", interrupted)
+    with pytest.raises(BaseException, match=r"KeyboardInterrupt|interrupt|rank"):
+        load_on(2, url)
+    assert not [t.name for t in threading.enumerate() if t.name == "hyper-ckpt-ahead"]
+    assert threading.active_count() <= threads

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -50,3 +51,22 @@ def test_every_call_leaves_it_as_it_was(enabled: bool) -> None:
         with contextlib.suppress(CheckpointError):
             call()
         assert gc.isenabled() is enabled
+
+
+def test_a_forked_child_has_it_back() -> None:
+    gc.enable()
+    with paused_collector():
+        child = os.fork()
+        if not child:
+            with paused_collector():
+                pass
+            os._exit(0 if gc.isenabled() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_what_is_done_in_the_background_leaves_it_alone() -> None:
+    gc.enable()
+    handle = hyper_ckpt.async_save({"w": np.zeros(2)}, "memory://collector/background", no_dist=True)
+    gc.disable()
+    handle.result()
+    assert not gc.isenabled()

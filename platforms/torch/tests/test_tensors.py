@@ -193,6 +193,18 @@ def test_a_freed_tensor_is_not_taken_for_what_it_was():
     assert TENSORS.signature(tensor) != before
 
 
+@pytest.mark.parametrize("view", [lambda t: t, lambda t: t.view(40, 100).t(), lambda t: t[3000:]])
+def test_memory_that_was_shrunk_is_refused(view):
+    tensor = torch.arange(4000.0)
+    shown = view(tensor)
+    assert TENSORS.describe(shown) is not None
+    before = TENSORS.signature(shown)
+    tensor.untyped_storage().resize_(16)
+    with pytest.raises(UnsupportedStateError, match="16 bytes of memory"):
+        TENSORS.describe(shown)
+    assert TENSORS.signature(shown) != before
+
+
 def test_meta_tensors_have_no_memory():
     meta = torch.empty(3, 4, dtype=torch.bfloat16, device="meta")
     description = TENSORS.describe(torch.nn.Parameter(meta))
