@@ -1,4 +1,5 @@
-"""Beside others: torch.distributed.checkpoint, safetensors, torch.save, mindspore. `make bench`; asserts no times.
+"""Beside others: torch.distributed.checkpoint, safetensors, torch.save, mindspore, and torch-checkpointing where it is
+installed. `make bench`; asserts no times.
 
 All take turns in one run, after warm-ups, over the same tensors on the same disk; versions are printed. Saves: the best
 of the repetitions after a file-system sync, not durable, since the others are not; loads: the median.
@@ -9,7 +10,10 @@ import os
 import shutil
 import statistics
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors
@@ -24,6 +28,9 @@ from .test_speed import MIB, REPETITIONS, bare_read, bare_write, interleaved, ti
 pytestmark = [pytest.mark.bench, pytest.mark.filterwarnings("ignore")]
 
 TENSORS, SMALL_TENSORS = 64, 20_000
+TORCH_CHECKPOINTING = (
+    f"torch-checkpointing {version('torch-checkpointing')}" if find_spec("torch_checkpointing") else ""
+)
 State = dict[str, torch.Tensor]
 
 
@@ -64,6 +71,24 @@ def mindspore_save(state: State, path: Path) -> None:
     ms.save_checkpoint(parameters, str(path), format="safetensors")
 
 
+def sync_manager() -> Any:
+    from torch_checkpointing import CheckpointManager
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    config = CheckpointManager.Config.with_sync_save()
+    # Its default, O_DIRECT, fails on files whose last write is no whole block; through the page cache as the others.
+    config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)
+    return config.build()
+
+
+def manager_save(state: State, path: Path) -> None:
+    sync_manager().save(str(path), {"model": state})
+
+
+def manager_load(target: State, path: Path) -> None:
+    sync_manager().load(str(path), into={"model": target})
+
+
 def arrays(state: State) -> dict[str, object]:
     return {name: tensor.numpy() for name, tensor in state.items()}
 
@@ -78,6 +103,7 @@ SAVES: dict[str, Callable[[State, Path], object]] = {
     f"safetensors {safetensors.__version__}": lambda s, p: safetensors.torch.save_file(s, p),
     "torch.save": lambda s, p: torch.save(s, p),
     "mindspore": mindspore_save,
+    **({TORCH_CHECKPOINTING: manager_save} if TORCH_CHECKPOINTING else {}),
     "floor again": lambda s, p: bare_write(p, arrays(s), 2, False),
 }
 
@@ -121,6 +147,14 @@ def test_large_loads(place: Path, large: State) -> None:
     dcp_save(large, place / "dcp")
     safetensors.torch.save_file(large, place / "one.safetensors")
     torch.save(large, place / "torch.pt")
+    hf_save(large, place / "hf")
+    if TORCH_CHECKPOINTING:
+        manager_save(large, place / "manager")
+
+    def hf_load() -> None:
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+        dcp.load(target, storage_reader=HuggingFaceStorageReader(path=str(place / "hf")), no_dist=True)
 
     def filled(source: State) -> None:
         for name, tensor in target.items():
@@ -132,8 +166,10 @@ def test_large_loads(place: Path, large: State) -> None:
         "hyper-ckpt": lambda: hyper_ckpt.load(target, place / "ours", verify="off"),
         "hyper-ckpt, verified": lambda: hyper_ckpt.load(target, place / "ours"),
         f"DCP {torch.__version__}": lambda: dcp.load(target, checkpoint_id=place / "dcp", no_dist=True),
+        "DCP, HF reader": hf_load,
         "safetensors": lambda: filled(safetensors.torch.load_file(place / "one.safetensors")),
         "torch.load": lambda: filled(torch.load(place / "torch.pt", weights_only=True)),
+        **({TORCH_CHECKPOINTING: lambda: manager_load(target, place / "manager")} if TORCH_CHECKPOINTING else {}),
         "floor again": lambda: bare_read(place / "bare", arrays(target), 2),
     }
     rows = interleaved({name: (lambda a=a: timed(lambda: a() and None)) for name, a in actions.items()})
