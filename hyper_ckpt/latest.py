@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 K = TypeVar("K")
@@ -11,9 +12,12 @@ V = TypeVar("V")
 
 
 class Latest(Generic[K, V]):
-    """Keeps up to `most` values by key; the one that was not asked for longest goes. For any thread."""
+    """Keeps up to `most` values by key; the one that was not asked for longest goes. For any thread.
 
-    def __init__(self, most: int) -> None:
+    Jobs save few different states, so that a few are enough.
+    """
+
+    def __init__(self, most: int = 8) -> None:
         self._most = most
         self._values: OrderedDict[K, V] = OrderedDict()
         self._lock = threading.Lock()
@@ -34,3 +38,8 @@ class Latest(Generic[K, V]):
             while len(self._values) > self._most:
                 self._values.popitem(last=False)
         return value
+
+    def of(self, key: K, make: Callable[[], V]) -> V:
+        """The value of a key, made if it is not kept."""
+        found = self.get(key)
+        return self.put(key, make()) if found is None else found

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "hyper_ckpt"
 ROWS = [
     ["version", "errors", "box", "dtypes", "text", "latest"],
     ["layout", "values", "description", "columns", "metadata", "items", "options", "key_maps"],
-    ["receipt", "manifest"],
+    ["receipt", "manifest", "manifest_writer"],
     ["contracts"],
     ["state"],
     ["planning"],

@@ -5,7 +5,7 @@ Run on every rank. A step ends with one value everywhere, or with the same error
 
 from __future__ import annotations
 
-from hyper_ckpt.agreement.exchange import broadcast_bytes
+from hyper_ckpt.agreement.exchange import broadcast_bytes, broadcast_sized
 from hyper_ckpt.agreement.operation import Operation, StoppedError, in_step
 
-__all__ = ["Operation", "StoppedError", "broadcast_bytes", "in_step"]
+__all__ = ["Operation", "StoppedError", "broadcast_bytes", "broadcast_sized", "in_step"]

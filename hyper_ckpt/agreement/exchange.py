@@ -95,13 +95,7 @@ class Exchange:
     def _broadcast_structures(self, own: bytes, firsts: list[int], sizes: list[int]) -> tuple[Structure, ...]:
         if self.ranks.world_size == 1:
             return (self.description.structure,)
-        buffers = []
-        for src, size in zip(firsts, sizes, strict=True):
-            buffer: ByteBuffer = np.empty(size, np.uint8)
-            if src == self.ranks.rank:
-                buffer[:] = np.frombuffer(own, np.uint8)
-            self.ranks.broadcast_into([buffer], src).wait()
-            buffers.append(buffer)
+        buffers = [broadcast_sized(self.ranks, src, own, size) for src, size in zip(firsts, sizes, strict=True)]
         return tuple(msgspec.msgpack.decode(b.data, type=Structure) for b in buffers)
 
     def _meshes(self, parts: list[RankPart], class_of: IntArray) -> list[list[IntArray]]:
@@ -234,10 +228,14 @@ def _cell(structure: Structure, part: RankPart, mesh: int, dims: tuple[int, ...]
 
 def broadcast_bytes(ranks: Ranks, data: bytes) -> bytes:
     """Rank 0's bytes, of any length, on every rank."""
-    length: ByteBuffer = np.frombuffer(len(data).to_bytes(8, "little"), np.uint8).copy()
-    ranks.broadcast_into([length], 0).wait()
-    buffer: ByteBuffer = np.empty(int.from_bytes(length.tobytes(), "little"), np.uint8)
-    if ranks.rank == 0:
+    length = broadcast_sized(ranks, 0, len(data).to_bytes(8, "little"), 8)
+    return broadcast_sized(ranks, 0, data, int.from_bytes(length.tobytes(), "little")).tobytes()
+
+
+def broadcast_sized(ranks: Ranks, src: int, data: bytes, nbytes: int) -> ByteBuffer:
+    """Rank `src`'s bytes, of a length that all know, on every rank; `data` is looked at on that one only."""
+    buffer: ByteBuffer = np.empty(nbytes, np.uint8)
+    if ranks.rank == src:
         buffer[:] = np.frombuffer(data, np.uint8)
-    ranks.broadcast_into([buffer], 0).wait()
-    return buffer.tobytes()
+    ranks.broadcast_into([buffer], src).wait()
+    return buffer

@@ -36,6 +36,7 @@ from hyper_ckpt.options import DEFAULT_MAX_HOST_BYTES, LoadOptions, ShareReads, 
 from hyper_ckpt.planning.describe import describe_tensor, local_shards
 from hyper_ckpt.registry import registry
 from hyper_ckpt.state import BlobNode, FlatState, flatten, prepare_restore, skeleton
+from hyper_ckpt.state.tree import has_blobs
 
 MAX_ATTEMPTS = 100
 """How often a load begins again because the checkpoint was replaced under it: each time, a save was completed."""
@@ -251,7 +252,7 @@ class Loading:
         assert description is not None
         # Ranks that mapped names differently may mean different tensors by one name: then each reads for itself.
         shares = match.alike and self._shares(description, match, manifest)
-        if shares and b"blob" in manifest.state:  # the same on all ranks
+        if shares and has_blobs(manifest.state):  # the same on all ranks
             pass_on_blobs(self._operation, self._ranks, stored, match)
         loader, error = attempt(lambda: self._loader(description, manifest, match, stored, shares, read_values))
         self._operation.agree("checking the files", error=error)

@@ -17,31 +17,29 @@ from hyper_ckpt.contracts.platform import Platform
 from hyper_ckpt.description import World
 from hyper_ckpt.latest import Latest
 
-_MOST = 8
-
 
 class Plans:
     """The plans that a platform's ranks made lately."""
 
     def __init__(self) -> None:
-        self._plans: Latest[object, Columns] = Latest(_MOST)
-        self._memos: Latest[bytes, dict[object, Any]] = Latest(_MOST)
+        self._plans: Latest[object, Columns] = Latest()
+        self._memos: Latest[bytes, dict[object, Any]] = Latest()
         self.made = 0
 
     def known(self, world: World) -> World:
         """The same world, with what was worked out of earlier ones of its key."""
-        memo = self._memos.get(world.key)
-        return dataclasses.replace(world, memo=self._memos.put(world.key, {}) if memo is None else memo)
+        return dataclasses.replace(world, memo=self._memos.of(world.key, dict))
 
     def get(self, planner: SavePlanner, world: World, rank: int | None, make: Callable[[], Columns]) -> Columns:
         """The plan of one rank, or of all (None): an earlier one, or a new one."""
         load = b"" if world.base_load is None else world.base_load.tobytes()
         key = (type(planner), planner.identity(), world.world_size, world.key, load, rank)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans.put(key, make())
+
+        def counted() -> Columns:
             self.made += 1
-        return plan
+            return make()
+
+        return self._plans.of(key, counted)
 
 
 def plans_of(platform: Platform) -> Plans:

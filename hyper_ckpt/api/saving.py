@@ -24,7 +24,8 @@ from hyper_ckpt.description import World, with_base_load, without
 from hyper_ckpt.engine.commit import Previous, discard_failed, look, publish, remove_leftovers
 from hyper_ckpt.engine.save import WritePiece, write
 from hyper_ckpt.errors import ConflictError, PlanError
-from hyper_ckpt.manifest import Manifest, ManifestContent, encode_manifest
+from hyper_ckpt.manifest import Manifest
+from hyper_ckpt.manifest_writer import ManifestContent, encode_manifest
 from hyper_ckpt.metadata import Metadata
 from hyper_ckpt.planning.share import table_of
 from hyper_ckpt.state import Node, decode_tree, encode_tree, merge, values_digest

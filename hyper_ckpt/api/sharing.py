@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
-from hyper_ckpt.agreement import Operation
+from hyper_ckpt.agreement import Operation, broadcast_sized
 from hyper_ckpt.api.common import attempt, kept
 from hyper_ckpt.api.matching import Match
-from hyper_ckpt.contracts.platform import ByteBuffer, Platform, Ranks
+from hyper_ckpt.contracts.platform import Platform, Ranks
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.engine.sharing import SMALL_BYTES, Sample, broadcast_bandwidth, is_worth_it, read_sample
 from hyper_ckpt.engine.stored import Stored
@@ -69,10 +68,8 @@ def pass_on_blobs(operation: Operation, ranks: Ranks, stored: Stored, match: Mat
 
     def broadcast() -> None:
         for (name, owner, size), reader in zip(common, reader_of, strict=True):
-            own = stored.payload(owner, name) if reader == ranks.rank else None
-            buffer: ByteBuffer = np.frombuffer(bytearray(size if own is None else own), np.uint8)
-            ranks.broadcast_into([buffer], reader).wait()
-            stored.keep_payload(owner, name, buffer.tobytes())
+            own = (stored.payload(owner, name) if reader == ranks.rank else None) or b""
+            stored.keep_payload(owner, name, broadcast_sized(ranks, reader, own, size).tobytes())
 
     # Nobody makes room for a size before the reader has seen that it is true.
     _, error = attempt(read)

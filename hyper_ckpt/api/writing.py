@@ -22,7 +22,8 @@ from hyper_ckpt.engine.budget import Budget
 from hyper_ckpt.engine.save import SaveJob, Source, WritePiece, WriteResult, staging_bytes, write
 from hyper_ckpt.engine.stage import to_host
 from hyper_ckpt.errors import PlanError, UnsupportedTypeError
-from hyper_ckpt.manifest import VERSION, chunk_starts
+from hyper_ckpt.manifest import VERSION
+from hyper_ckpt.manifest_writer import chunk_starts
 from hyper_ckpt.metadata import Metadata
 from hyper_ckpt.options import DEFAULT_MAX_HOST_BYTES, SaveOptions
 from hyper_ckpt.receipt import FileRecord, LocalPart

@@ -50,10 +50,6 @@ class _Described(NamedTuple):
     replicated: list[tuple[str, bool]]
 
 
-_MOST = 8
-"""States of which it is remembered how they were described."""
-
-
 def describe(tensors: Mapping[str, Any], skeleton: bytes, context: PlanContext, *, saving: bool) -> Description:
     """Describes a rank's tensors; of a state that is as it was at an earlier save, only the contents.
 
@@ -65,12 +61,12 @@ def describe(tensors: Mapping[str, Any], skeleton: bytes, context: PlanContext, 
     """
     names = sorted(tensors)
     if not saving:
-        return _describe(names, [], tensors, skeleton, context, saving=False).description
+        return _describe(names, tensors, skeleton, context, saving=False)[0]
     signatures = [context.tensors.signature(tensors[name]) for name in names]
-    known: Latest[bytes, _Described] = context.memo.setdefault("described", Latest(_MOST))
+    known: Latest[bytes, _Described] = context.memo.setdefault("described", Latest())
     found = known.get(skeleton)
     if found is None or found[:2] != (names, signatures):
-        found = _describe(names, signatures, tensors, skeleton, context, saving=True)
+        found = _Described(names, signatures, *_describe(names, tensors, skeleton, context, saving=True))
     if None not in signatures:
         known.put(skeleton, found)
     if not found.replicated:
@@ -83,14 +79,9 @@ def describe(tensors: Mapping[str, Any], skeleton: bytes, context: PlanContext, 
 
 
 def _describe(
-    names: list[str],
-    signatures: list[Hashable],
-    tensors: Mapping[str, Any],
-    skeleton: bytes,
-    context: PlanContext,
-    *,
-    saving: bool,
-) -> _Described:
+    names: list[str], tensors: Mapping[str, Any], skeleton: bytes, context: PlanContext, *, saving: bool
+) -> tuple[Description, list[tuple[str, bool]]]:
+    """The last two of `_Described`."""
     builder = StructureBuilder()
     records: list[TensorRecord] = []
     boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
@@ -117,7 +108,7 @@ def _describe(
         tuple([name for name, own in shards.items() if all(0 in s.sizes for s in own)]),
     )
     found = Description(Structure(tuple(records), builder.layouts, skeleton), part, (b"",) * len(records))
-    return _Described(names, signatures, found, replicated)
+    return found, replicated
 
 
 def find_ties(

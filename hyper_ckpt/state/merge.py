@@ -136,7 +136,7 @@ def _either(variants: list[Variant], name: str | None, conflicts: list[Conflict]
 
 def _owned(node: Node, rank: int) -> Node:
     """The node with `rank` as the holder of its blobs; the same object if it has none."""
-    return _with_holder(node, rank) if has_blobs(node) else node
+    return _with_holder(node, rank) if has_blobs(encode_tree(node)) else node
 
 
 def _with_holder(node: Node, rank: int) -> Node:

@@ -220,9 +220,9 @@ def encode_tree(tree: Node) -> bytes:
 _BLOB = b'"!":"blob"'
 
 
-def has_blobs(node: Node) -> bool:
-    """Whether there may be a blob in a tree; False is certain. To write it is faster than to walk it."""
-    return _BLOB in encode_tree(node)  # in a string, its quotes would be escaped
+def has_blobs(encoded: bytes) -> bool:
+    """Whether there is a blob in what `encode_tree` gave. To write a tree and look is faster than to walk it."""
+    return _BLOB in encoded  # in a string, its quotes would be escaped
 
 
 def kind_of(node: Node) -> str | None:

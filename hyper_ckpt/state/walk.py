@@ -14,6 +14,7 @@ from hyper_ckpt.state.tree import (
     StatefulNode,
     TensorNode,
     children,
+    encode_tree,
     has_blobs,
     with_items,
 )
@@ -55,7 +56,7 @@ def blob_owners(tree: Node) -> list[tuple[str, int]]:
 
 def blobs(tree: Node) -> list[tuple[str, BlobNode]]:
     """The blobs of a tree with their names."""
-    if not has_blobs(tree):
+    if not has_blobs(encode_tree(tree)):
         return []
     return [(name, node) for name, node in _walk(tree, None) if isinstance(node, BlobNode) and name is not None]
 

@@ -15,7 +15,8 @@ from hyper_ckpt.columns import Columns, Placed, TensorTable
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.dtypes import BY_NAME
 from hyper_ckpt.errors import CheckpointNotFoundError, CoverageError, ManifestError
-from hyper_ckpt.manifest import MANIFEST_NAME, MAX_CORNERS, MAX_DIMS, Manifest, ManifestContent, encode_manifest
+from hyper_ckpt.manifest import MANIFEST_NAME, MAX_CORNERS, MAX_DIMS, Manifest
+from hyper_ckpt.manifest_writer import ManifestContent, encode_manifest
 from hyper_ckpt.receipt import MAX_RECEIPT_BYTES, FileRecord, LocalPart, Receipt, decode_receipt
 from hyper_ckpt.state import Node, decode_tree, encode_tree, merge
 from hyper_ckpt.state.walk import tensor_names

@@ -64,10 +64,8 @@ class LocalStore(ByteStore):
         return LocalSink(path, fd, size)
 
     def read_into(self, name: str, ranges: Sequence[tuple[int, int]], buffers: Sequence[memoryview]) -> None:
-        path = self._path(name)
-        with naming("reading", path), self._files.opened(path) as fd:
-            for start, views in runs(ranges, buffers):
-                _read_exactly(path, fd, start, views)
+        with self._reader(self._path(name)) as read:
+            read(ranges, buffers)
 
     def reader(self, name: str) -> AbstractContextManager[ReadInto]:
         overridden = type(self).read_into is not LocalStore.read_into

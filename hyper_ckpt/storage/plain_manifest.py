@@ -12,7 +12,8 @@ import xxhash
 from hyper_ckpt.columns import Columns, Placed, TensorTable
 from hyper_ckpt.contracts.store import ByteStore, ObjectInfo
 from hyper_ckpt.errors import ManifestError, MissingFileError
-from hyper_ckpt.manifest import MANIFEST_NAME, MAX_DIMS, Manifest, ManifestContent, encode_manifest
+from hyper_ckpt.manifest import MANIFEST_NAME, MAX_DIMS, Manifest
+from hyper_ckpt.manifest_writer import ManifestContent, encode_manifest
 from hyper_ckpt.receipt import FileRecord
 from hyper_ckpt.state import encode_tree, flatten
 

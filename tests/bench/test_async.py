@@ -28,6 +28,7 @@ from hyper_ckpt.agreement import Operation
 from hyper_ckpt.api.saving import Saving
 from hyper_ckpt.api.writing import Part
 
+from ._places import DISK, fresh
 from .test_speed import interleaved, timed
 
 pytestmark = pytest.mark.bench
@@ -38,11 +39,7 @@ TENSORS = 64
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
-    path = (Path(os.environ.get("HYPER_CKPT_BENCH_DIR", "out")) / "bench-async").absolute()
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
-    yield path
-    shutil.rmtree(path)
+    yield from fresh(DISK / "bench-async")
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 
 import hyper_ckpt
 
+from ._places import DISK, fresh
 from .test_speed import MIB, REPETITIONS, bare_read, bare_write, interleaved, timed
 
 pytestmark = [pytest.mark.bench, pytest.mark.filterwarnings("ignore")]
@@ -36,11 +37,7 @@ State = dict[str, torch.Tensor]
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    path = (Path(os.environ.get("HYPER_CKPT_BENCH_DIR", "out")) / "bench-rivals").absolute()
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
-    yield path
-    shutil.rmtree(path)
+    yield from fresh(DISK / "bench-rivals")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ HYPER_CKPT_SHARING_MIB the size of the state.
 import fcntl
 import gc
 import os
-import shutil
 import statistics
 import struct
 import time
@@ -33,13 +32,13 @@ from hyper_ckpt.testing.child import Target
 from hyper_ckpt.testing.faults import Operation, WrapperStore
 from hyper_ckpt.testing.pool import RankPool
 
+from ._places import DISK, fresh
 from .test_speed import REPETITIONS, WARM_UPS
 
 # The deadline of a whole test; each run of the processes has one of its own.
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(900)]
 
-# Read here: the tests' own conftest hides them later, also from the processes, which are told by arguments.
-DISK = Path(os.environ.get("HYPER_CKPT_BENCH_DIR", "out"))
+# Read here: the tests' own conftest hides it later, also from the processes, which are told by arguments.
 MIB = int(os.environ.get("HYPER_CKPT_SHARING_MIB", "256"))
 TENSORS = 16
 SMALL_TENSORS, SMALL_BYTES = 512, 64 << 10
@@ -169,11 +168,7 @@ def run_lines(
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
-    path = (DISK / "bench-sharing").absolute()
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
-    yield path
-    shutil.rmtree(path)
+    yield from fresh(DISK / "bench-sharing")
 
 
 @pytest.fixture(scope="module")

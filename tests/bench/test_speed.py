@@ -22,6 +22,8 @@ from hyper_ckpt.engine.digest import block_digest
 from hyper_ckpt.receipt import BLOCK_BYTES
 from hyper_ckpt.storage.syscalls import preallocate
 
+from ._places import DISK, fresh
+
 pytestmark = pytest.mark.bench
 
 MIB = int(os.environ.get("HYPER_CKPT_BENCH_MIB", "512"))
@@ -29,17 +31,13 @@ TENSORS, WARM_UPS, REPETITIONS, BLOCK = 16, 2, 9, 8 << 20
 
 
 def places() -> list[Path]:
-    disk = Path(os.environ.get("HYPER_CKPT_BENCH_DIR", "out")) / "bench"
+    disk = DISK / "bench"
     return [disk, Path("/dev/shm/hyper-ckpt-bench")] if os.path.isdir("/dev/shm") else [disk]
 
 
 @pytest.fixture(params=places(), ids=lambda p: "tmpfs" if str(p).startswith("/dev/shm") else "disk")
 def place(request: pytest.FixtureRequest) -> Iterator[Path]:
-    path: Path = request.param.absolute()
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
-    yield path
-    shutil.rmtree(path)
+    yield from fresh(request.param)
 
 
 @pytest.fixture(scope="module")

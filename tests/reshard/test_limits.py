@@ -15,9 +15,9 @@ from hyper_ckpt.contracts.platform import Platform
 from hyper_ckpt.contracts.store import Expect
 from hyper_ckpt.errors import CorruptCheckpointError, ManifestError, MemoryBudgetError, PlanError
 from hyper_ckpt.layout import Mesh, MeshLayout, Replicated, Shard
-from hyper_ckpt.manifest import MANIFEST_NAME, ZERO_DIGEST, Manifest
+from hyper_ckpt.manifest import MANIFEST_NAME, Manifest
 from hyper_ckpt.options import LoadOptions
-from hyper_ckpt.receipt import seal
+from hyper_ckpt.receipt import ZERO_DIGEST, seal
 from hyper_ckpt.registry import registry
 from hyper_ckpt.storage import filesystem
 from hyper_ckpt.testing.meshed import Meshed, distribute

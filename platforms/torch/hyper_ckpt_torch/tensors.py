@@ -127,9 +127,7 @@ class TorchTensors(Tensors):
 
 def _signature(tensor: torch.Tensor) -> Hashable | None:
     """None for whatever is not plainly a piece of memory."""
-    if not _is_plain(type(tensor)) or tensor.is_nested or tensor.layout is not torch.strided:
-        return None
-    if tensor.is_meta or tensor.is_conj() or tensor.is_neg():
+    if not _is_dense(tensor) or tensor.is_meta or tensor.is_conj() or tensor.is_neg():
         return None
     memory = (tensor.data_ptr(), tensor.untyped_storage().nbytes(), tensor.device)
     return (type(tensor), tensor.dtype, tensor.shape, tensor.stride(), memory)
@@ -223,12 +221,6 @@ def _is_old_sharded(kind: type) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _is_plain(kind: type) -> bool:
-    """Whether all that there is to know of a tensor of this class is where its elements lie."""
-    return issubclass(kind, torch.Tensor) and _has_own_data(kind) and not _is_old_sharded(kind)
-
-
-@functools.lru_cache(maxsize=256)
 def _has_own_data(kind: type[torch.Tensor]) -> bool:
     """Whether tensors of this class are their elements, and have them from the beginning."""
     lazy = issubclass(kind, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer)
@@ -247,13 +239,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _check_storable(tensor: torch.Tensor) -> None:
     """Refuses tensors whose elements don't lie in memory as their shape and dtype say."""
-    # All in one go where nothing is wrong: it is asked of every tensor.
-    if (
-        _has_own_data(type(tensor))
-        and tensor.layout is torch.strided
-        and not (tensor.is_quantized or tensor.is_nested)
-        and (tensor.is_meta or _lies_in_its_storage(tensor))
-    ):
+    if _is_dense(tensor) and (tensor.is_meta or _lies_in_its_storage(tensor)):
         return
     kind = type(tensor).__qualname__
     if torch.nn.parameter.is_lazy(tensor):
@@ -278,6 +264,12 @@ def _check_storable(tensor: torch.Tensor) -> None:
         f"a tensor of shape {tuple(tensor.shape)} has only {tensor.untyped_storage().nbytes()} bytes of memory: it was "
         "freed or shrunk (a parameter that FSDP has gathered and dropped?): take the state from state_dict()"
     )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie in its memory as shape, strides and dtype say, if it has any."""
+    strided = _has_own_data(type(tensor)) and tensor.layout is torch.strided
+    return strided and not (tensor.is_quantized or tensor.is_nested)
 
 
 def _lies_in_its_storage(tensor: torch.Tensor) -> bool:
