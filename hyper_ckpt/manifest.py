@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,6 +20,7 @@ MANIFEST_NAME = "manifest.json"
 FORMAT, VERSION = "hyper-ckpt", 1
 MAX_DIMS = 64
 MAX_CORNERS = 1 << 24
+T = TypeVar("T")
 
 
 class Part(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -115,9 +116,12 @@ class Manifest:
             self._check()
         except (msgspec.ValidationError, msgspec.DecodeError, ValueError, RecursionError) as error:
             raise ManifestError(f"{what} is not a valid manifest: {error}") from error
+        self._rows: dict[str, TensorRow] = {}
+        self._places: dict[str, tuple[int, int]] = {}
         self._decoded: dict[str, StoredTensor] = {}
         self._names: dict[str, str] = {}
         self._expanded: dict[tuple[int, tuple[int, ...]], _Cells] = {}
+        self._single: dict[tuple[int | None, str, tuple[int, ...]], tuple[int, int]] = {}
 
     def _check(self) -> None:
         document = self._document
@@ -179,7 +183,8 @@ class Manifest:
         tensors |= {name: self._document.tensors[saved] for name, saved in names.items() if saved in tensors}
         other = copy.copy(self)
         other._document = msgspec.structs.replace(self._document, tensors=tensors)
-        other._decoded, other._names = {}, {**self._names, **names}
+        other._rows, other._places, other._decoded = {}, {}, {}
+        other._names = {**self._names, **names}
         return other
 
     def saved_name(self, name: str) -> str:
@@ -208,18 +213,79 @@ class Manifest:
             KeyError: there is none of this name.
             ManifestError: what the manifest says of it is invalid.
         """
+        self.rows([name])
+        return self._tensor(name)
+
+    def _tensor(self, name: str) -> StoredTensor:
         if name not in self._decoded:
-            self._decoded[name] = self._decode(name, self._document.tensors[name])
+            row = self._rows[name]
+            copies = tuple([self._chunks(part, row.dtype, row.shape) for part in (row, *row.copies)])
+            self._decoded[name] = StoredTensor(name, row.dtype, row.shape, copies)
         return self._decoded[name]
 
-    def _decode(self, name: str, raw: msgspec.Raw) -> StoredTensor:
+    def rows(self, names: Sequence[str]) -> list[TensorRow]:
+        """What the manifest says of many tensors, decoded and checked at once.
+
+        Raises:
+            KeyError, ManifestError: as `tensor`.
+        """
+        known, raw = self._rows, self._document.tensors
+        new = [name for name in names if name not in known]
         try:
-            row = _ROWS.decode(raw)
-            _check_size(row.dtype, row.shape)
-            copies = tuple([self._chunks(part, row.dtype, row.shape) for part in (row, *row.copies)])
-        except (msgspec.ValidationError, ValueError, OverflowError) as error:
-            raise ManifestError(f"{self.what}: tensor {name!r} is invalid: {error}") from error
-        return StoredTensor(name, row.dtype, row.shape, copies)
+            found = _ROWS.decode(b"[%b]" % b",".join([raw[name] for name in new]))
+        except msgspec.DecodeError:
+            found = self._each(new, lambda name: _ROWS.decode(b"[%b]" % raw[name])[0])  # which names it
+        known.update(zip(new, found, strict=True))
+        try:
+            self._places.update(zip(new, self._each(new, self._place), strict=True))
+        except ManifestError:
+            for name in new:  # not to be believed the next time either
+                del known[name]
+            raise
+        return [known[name] for name in names]
+
+    def pieces(self, names: Sequence[str]) -> tuple[IntArray, IntArray]:
+        """Of tensors stored whole, once, in one piece: the number of the file, and bytes from its data section.
+        -1 and 0 for all others.
+
+        Raises:
+            KeyError, ManifestError: as `tensor`.
+        """
+        self.rows(names)
+        found = np.array([self._places[name] for name in names], np.int64).reshape(-1, 2)
+        return found[:, 0], found[:, 1]
+
+    def _place(self, name: str) -> tuple[int, int]:
+        """What `pieces` says of one tensor."""
+        row = self._rows[name]
+        key = (row.grid, row.dtype, row.shape)
+        if key not in self._single:
+            self._single[key] = self._file_and_room(row)
+        file, room = self._single[key]
+        if file < 0 or row.copies or not isinstance(row.start, int):
+            self._tensor(name)
+            return -1, 0
+        if not 0 <= row.start <= room:
+            raise ValueError("a chunk leaves its file")
+        return file, row.start
+
+    def _file_and_room(self, row: TensorRow) -> tuple[int, int]:
+        """The file of a grid's only cell, and the last byte of that where it can start; -1 and 0 where it has more."""
+        _check_size(row.dtype, row.shape)
+        cells = self._grid(row.grid, row.shape) if row.grid is not None else None
+        if cells is None or len(cells.file) != 1:
+            return -1, 0
+        return int(cells.file[0]), cells.slack(BY_NAME[row.dtype].itemsize, self._room)[1]
+
+    def _each(self, names: Iterable[str], read: Callable[[str], T]) -> list[T]:
+        """What is read of each tensor; an error names it."""
+        out = []
+        for name in names:
+            try:
+                out.append(read(name))
+            except (msgspec.DecodeError, ValueError, OverflowError) as error:
+                raise ManifestError(f"{self.what}: tensor {name!r} is invalid: {error}") from error
+        return out
 
     def _chunks(self, part: Part, dtype: str, shape: tuple[int, ...]) -> Chunks:
         cells = self._columns(part, shape) if part.grid is None else self._grid(part.grid, shape)
@@ -310,10 +376,9 @@ class _Cells:
         return self._slack[itemsize]
 
 
-_ROWS = msgspec.json.Decoder(TensorRow)
+_ROWS = msgspec.json.Decoder(list[TensorRow])
 
 
-@functools.lru_cache(maxsize=4096)  # thousands of tensors have a few shapes
 def _check_size(dtype: str, shape: tuple[int, ...]) -> None:
     """Refuses tensors that cannot be.
 

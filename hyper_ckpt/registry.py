@@ -8,7 +8,7 @@ import importlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -371,33 +371,44 @@ def _is_of(cls: type, spec: PlatformSpec) -> bool:
     return any(base.__module__.partition(".")[0] in spec.modules for base in cls.__mro__)
 
 
+_HOLDERS = (dict, list, tuple, PerRank, ShardedTensor)
+
+
 def leaf_types(value: Any, inside: bool = False) -> Iterator[type]:
     """The types of all leaves of a nested state; some may come twice.
 
     Args:
         inside: look into what objects give by state_dict().
     """
-    from hyper_ckpt.state.flatten import is_stateful
+    from hyper_ckpt.state.flatten import has_state, is_stateful
 
     stack, seen = [value], set()
     given: list[Any] = []  # kept, so that no number is given to a second object
     while stack:
         item = stack.pop()
-        if isinstance(item, dict | list | tuple | PerRank | ShardedTensor):
-            if id(item) in seen:
-                continue
-            seen.add(id(item))
+        below: Collection[Any]
         if isinstance(item, dict):
-            stack += item.values()
+            below = item.values()
         elif isinstance(item, list | tuple):
-            stack += item
+            below = item
         elif isinstance(item, PerRank):
-            stack.append(item.value)
+            below = [item.value]
         elif isinstance(item, ShardedTensor):
-            stack += [data for data, _ in item.shards]
-        elif inside and is_stateful(item) and id(item) not in seen:
-            seen.add(id(item))
-            given.append(item.state_dict())
-            stack.append(given[-1])
+            below = [data for data, _ in item.shards]
+        elif inside and is_stateful(item):
+            below = []
+            if id(item) not in seen:
+                given.append(item.state_dict())
+                below = given[-1:]
         else:
             yield type(item)
+            continue
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        # Told by their types, of which there are few where tensors are very many.
+        kinds = set(map(type, below))
+        leaves = {kind for kind in kinds if not (issubclass(kind, _HOLDERS) or (inside and has_state(kind)))}
+        yield from leaves
+        if kinds != leaves:
+            stack += [each for each in below if type(each) not in leaves]

@@ -151,22 +151,22 @@ class RememberedTensors(Tensors):
 
     def __init__(self, inner: Tensors) -> None:
         self._inner = inner
-        # The values are kept: a freed one's id would come again.
-        self._described: dict[int, tuple[Any, TensorDescription | None]] = {}
-        self._shards: dict[int, tuple[Any, list[LocalShard]]] = {}
-        self._keys: dict[int, tuple[LocalShard, Hashable | None]] = {}
+        self._described: dict[int, TensorDescription | None] = {}
+        self._shards: dict[int, list[LocalShard]] = {}
+        self._keys: dict[int, Hashable | None] = {}
+        self._kept: list[Any] = []  # what was asked: a freed one's id would come again
 
     def describe(self, value: Any) -> TensorDescription | None:
-        known = self._described.get(id(value))
-        if known is None:
-            known = self._described[id(value)] = (value, self._inner.describe(value))
-        return known[1]
+        if id(value) not in self._described:
+            self._described[id(value)] = self._inner.describe(value)
+            self._kept.append(value)
+        return self._described[id(value)]
 
     def local_shards(self, value: Any) -> list[LocalShard]:
-        known = self._shards.get(id(value))
-        if known is None:
-            known = self._shards[id(value)] = (value, self._inner.local_shards(value))
-        return known[1]
+        if id(value) not in self._shards:
+            self._shards[id(value)] = self._inner.local_shards(value)
+            self._kept.append(value)
+        return self._shards[id(value)]
 
     def host_view(self, shard: LocalShard) -> Carrier | None:
         return self._inner.host_view(shard)
@@ -181,10 +181,10 @@ class RememberedTensors(Tensors):
         return self._inner.empty(description, like)
 
     def storage_key(self, shard: LocalShard) -> Hashable | None:
-        known = self._keys.get(id(shard))
-        if known is None:
-            known = self._keys[id(shard)] = (shard, self._inner.storage_key(shard))
-        return known[1]
+        if id(shard) not in self._keys:
+            self._keys[id(shard)] = self._inner.storage_key(shard)
+            self._kept.append(shard)
+        return self._keys[id(shard)]
 
     def signature(self, value: Any) -> Hashable | None:
         return self._inner.signature(value)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from hyper_ckpt.box import element_counts
 from hyper_ckpt.columns import Columns, Located
 from hyper_ckpt.contracts.placement import StorageReader
 from hyper_ckpt.contracts.planner import LoadPlanner, OwnBoxes, PlanContext
-from hyper_ckpt.contracts.platform import Platform
+from hyper_ckpt.contracts.platform import LocalShard, Platform
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.description import Description, without
 from hyper_ckpt.dtypes import dtype_of
@@ -33,7 +33,7 @@ from hyper_ckpt.engine.stored import Stored
 from hyper_ckpt.errors import MissingFileError, UnsupportedStateError
 from hyper_ckpt.manifest import MANIFEST_NAME, VERSION, Manifest
 from hyper_ckpt.options import DEFAULT_MAX_HOST_BYTES, LoadOptions, ShareReads, Strict, Verify
-from hyper_ckpt.planning.describe import describe_tensor, local_shards
+from hyper_ckpt.planning.describe import all_local_shards, describe_all, local_shards
 from hyper_ckpt.registry import registry
 from hyper_ckpt.state import BlobNode, FlatState, flatten, prepare_restore, skeleton
 from hyper_ckpt.state.tree import has_blobs
@@ -288,7 +288,7 @@ class Loading:
         # are: where reads are shared, all ranks must leave out the same.
         ties = match.ties if world is None else world.ties
         wanted = {name: value for name, value in match.wanted.items() if name not in ties}
-        shards = {name: local_shards(name, value, self._context) for name, value in wanted.items()}
+        shards = all_local_shards(wanted, self._context)
         boxes: OwnBoxes = [(name, s.offsets, s.sizes) for name, own in shards.items() for s in own]
         if world is not None:
             columns = planner.build_global_plan(without(world, ties), rank, boxes, call.options.broadcast_batch_bytes)
@@ -297,7 +297,7 @@ class Loading:
         located = self._locate(manifest, columns)
         stored.check_files(np.unique(located.file).tolist())
         read_values()
-        targets = {name: self._targets(name, value) for name, value in wanted.items()}
+        targets = self._targets(wanted, shards)
         refuse_shared_memory(targets, match.ties)
         job = LoadJob(
             self._ranks,
@@ -325,13 +325,16 @@ class Loading:
         located = self._call.reader.locate(manifest, columns.take(own), self._ranks.rank)
         return dataclasses.replace(located, want=own[located.want] if len(own) else located.want)
 
-    def _targets(self, name: str, value: Any) -> list[Target]:
-        description = describe_tensor(name, value, self._context)
-        shards = local_shards(name, value, self._context)
-        try:
-            return [Target(name, s, description.dtype, self._tensors.writable(s)) for s in shards]
-        except UnsupportedStateError as error:
-            raise type(error)(f"{name!r}: {error}") from error
+    def _targets(
+        self, wanted: Mapping[str, Any], shards: Mapping[str, Sequence[LocalShard]]
+    ) -> dict[str, list[Target]]:
+        writable, targets = self._tensors.writable, {}
+        for (name, own), description in zip(shards.items(), describe_all(wanted, self._context), strict=True):
+            try:
+                targets[name] = [Target(name, s, description.dtype, writable(s)) for s in own]
+            except UnsupportedStateError as error:
+                raise type(error)(f"{name!r}: {error}") from error
+        return targets
 
     def _read(
         self, loader: Loader, flat: FlatState, match: Match, stored: Stored, changes: list[Callable[[], None]]
@@ -383,11 +386,11 @@ class Loading:
         planned = np.bincount(columns.tensor, element_counts(columns.sizes), len(columns.table.names))
         filled = dict(zip(columns.table.names, planned.tolist(), strict=True))
 
-        def is_filled(name: str) -> bool:
-            own = local_shards(name, match.wanted[name], self._context)
-            return bool(filled.get(match.ties.get(name, name), 0) >= sum(math.prod(s.sizes) for s in own))
-
-        return {name for name in match.wanted if not is_filled(name)}
+        shards = all_local_shards(match.wanted, self._context)
+        needed = {name: sum([math.prod(s.sizes) for s in own]) for name, own in shards.items()}
+        if needed == filled:
+            return set()
+        return {name for name, count in needed.items() if filled.get(match.ties.get(name, name), 0) < count}
 
     def _warn(self, match: Match, flat: FlatState) -> None:
         left_out = match.left_out(flat)

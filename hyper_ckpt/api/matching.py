@@ -14,10 +14,11 @@ import xxhash
 from hyper_ckpt import errors
 from hyper_ckpt.api.common import state_of
 from hyper_ckpt.contracts.planner import LoadPlanner, PlanContext
+from hyper_ckpt.contracts.platform import TensorDescription
 from hyper_ckpt.errors import StateMismatchError, TargetError
-from hyper_ckpt.manifest import Manifest
+from hyper_ckpt.manifest import Manifest, TensorRow
 from hyper_ckpt.options import KeyMap, Strict
-from hyper_ckpt.planning.describe import describe_tensor, find_ties, local_shards
+from hyper_ckpt.planning.describe import all_local_shards, describe_all, find_ties
 from hyper_ckpt.state import FlatState, Node, compare, select
 from hyper_ckpt.state.rename import Renamed, rename
 from hyper_ckpt.state.tree import KeyedNode
@@ -33,7 +34,7 @@ class Match:
         borrowed: names of values that this rank did not save and gets from the lowest rank that did.
         missing, mismatched: of this rank's target. `unexpected`: saved names that this rank does not want, until
             `keep_unwanted` leaves those that no rank wants.
-        wanted: the targets to fill by name, new ones where they had no memory.
+        wanted: the targets to fill by name, sorted, new ones where they had no memory.
         replaced: those of them that are not the tensors that stand in the target.
         ties: names that are the memory of another name.
         own: every name in the target, of leaves and containers.
@@ -123,14 +124,7 @@ class Matcher:
             mapped=renamed.moved,
         )
         misfits = self._compare_trees(match, renamed)
-        for name, value in self._flat.tensors.items():
-            if name in misfits or name not in self._manifest.tensors:
-                continue
-            problem = self._tensor_problem(name, value)
-            if problem is None:
-                match.wanted[name] = value
-            else:
-                match.mismatched.append(problem)
+        self._compare_tensors(match, misfits)
         if self._strict:
             raise_problems(self._problems, self._manifest.checkpoint)
         self._acquire(match, planner)
@@ -170,6 +164,19 @@ class Matcher:
                 misfits.add(d.name)
         return misfits
 
+    def _compare_tensors(self, match: Match, misfits: set[str]) -> None:
+        """Wants those of equal dtype and shape, and notes the others."""
+        tensors, saved = self._flat.tensors, self._manifest.tensors
+        both = {name: tensors[name] for name in sorted(tensors) if name in saved and name not in misfits}
+        rows, described = self._manifest.rows([*both]), describe_all(both, self._context)
+        for (name, value), row, description in zip(both.items(), rows, described, strict=True):
+            if description.shape == row.shape and description.dtype == row.dtype:
+                match.wanted[name] = value
+        if len(match.wanted) < len(both):
+            pairs = dict(zip(both, zip(described, rows, strict=True), strict=True))
+            unlike = [name for name in tensors if name in both and name not in match.wanted]
+            match.mismatched += [self._tensor_problem(name, *pairs[name]) for name in unlike]
+
     def _guess(self, name: str, match: Match) -> str:
         """The saved name that was probably meant, for the first few that are missing."""
         if len(match.missing) >= 3 or len(match.names) > 20_000:
@@ -180,21 +187,19 @@ class Matcher:
         close = ends or difflib.get_close_matches(name, free, 1, 0.8)
         return f" (did you mean {close[0]!r}?)" if close else ""
 
-    def _tensor_problem(self, name: str, value: Any) -> str | None:
-        description, stored = describe_tensor(name, value, self._context), self._manifest.tensor(name)
-        text = None
+    def _tensor_problem(self, name: str, description: TensorDescription, stored: TensorRow) -> str:
         if description.shape != stored.shape:
             text = f"{name!r} was saved with shape {stored.shape}, the target has {description.shape}"
             self._problems.setdefault("shape", []).append(text)
-        elif description.dtype != stored.dtype:
+        else:
             text = f"{name!r} was saved as {stored.dtype}, the target is {description.dtype}"
             self._problems.setdefault("dtype", []).append(text)
         return text
 
     def _acquire(self, match: Match, planner: LoadPlanner) -> None:
         """Which names are one memory, and new tensors for targets without memory: one for all names of it."""
-        shards = {n: local_shards(n, v, self._context) for n, v in match.wanted.items()}
-        shapes = {n: self._manifest.tensor(n).shape for n in match.wanted}
+        shards = all_local_shards(match.wanted, self._context)
+        shapes = {n: row.shape for n, row in zip(shards, self._manifest.rows([*shards]), strict=True)}
         match.ties = find_ties(shards, shapes, self._context.tensors)
         for name, first in match.ties.items():
             if not _same_bytes(self._manifest, name, first):
@@ -202,9 +207,8 @@ class Matcher:
                     f"{name!r} and {first!r} are one tensor in the target, but two values were saved for them: "
                     "untie them, or load only one of them"
                 )
-        for name in sorted(match.wanted):
-            value, twin = match.wanted[name], match.ties.get(name)
-            known = match.replaced.get(twin) if twin is not None else None
+        for name, value in [*match.wanted.items()]:  # the first of tied names comes first
+            known = match.replaced.get(match.ties[name]) if name in match.ties else None
             acquired = known if known is not None else planner.acquire_tensor(match.wanted, name, self._context)
             if acquired is not value:
                 self._refuse_inside_object(name)

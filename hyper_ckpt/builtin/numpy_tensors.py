@@ -113,16 +113,17 @@ def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -
 
 def memory_key(pointer: int, shape: Sequence[int], strides: Sequence[int], dtype: str) -> Hashable | None:
     """A storage key for host memory (strides in bytes), the same whatever framework shows the memory."""
-    steps = _steps(tuple(shape), tuple(strides))
-    return None if steps is None else (pointer, tuple(shape), steps, dtype)
+    form = _memory_form(tuple(shape), tuple(strides), dtype)
+    return None if form is None else (pointer, form)
 
 
 @functools.lru_cache(maxsize=4096)
-def _steps(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The strides that count: that of a dimension of length 1 is never used and may be anything. None: no elements."""
+def _memory_form(shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Hashable | None:
+    """Shape, dtype and the strides that count: that of a dimension of length 1 is never used and may be anything. None:
+    no elements."""
     if 0 in shape:
         return None
-    return tuple([stride if length > 1 else 0 for stride, length in zip(strides, shape, strict=True)])
+    return shape, tuple([stride if length > 1 else 0 for stride, length in zip(strides, shape, strict=True)]), dtype
 
 
 @functools.lru_cache(maxsize=256)

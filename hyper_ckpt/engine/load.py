@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,18 +69,16 @@ def refuse_shared_memory(targets: Mapping[str, Sequence[Target]], ties: Mapping[
     Raises:
         TargetError: names two of them.
     """
-    regions = []
-    for name, shards in targets.items():
-        for view in [t.view for t in shards if t.view is not None and t.view.size]:
-            low = view.__array_interface__["data"][0]
-            high = low + view.nbytes
-            if not view.flags.c_contiguous:
-                spans = [(n - 1) * step for n, step in zip(view.shape, view.strides, strict=True)]
-                low += sum(min(s, 0) for s in spans)
-                high = low + sum(abs(s) for s in spans) + view.itemsize
-            regions.append((low, high, ties.get(name, name), view))
+    views = [(name, t.view) for name, own in targets.items() for t in own if t.view is not None and t.view.size]
+    regions = np.fromiter(itertools.chain.from_iterable([_region(view) for _, view in views]), np.int64)
+    lows, highs = regions.reshape(-1, 2).T
+    order = np.lexsort((highs, lows))
+    if (highs[order[:-1]] <= lows[order[1:]]).all():
+        return
     reach: list[tuple[int, str, Carrier]] = []  # regions that may go on
-    for low, high, name, view in sorted(regions, key=lambda r: r[:2]):
+    for i in order.tolist():
+        low, high, (name, view) = int(lows[i]), int(highs[i]), views[i]
+        name = ties.get(name, name)
         if reach:
             reach = [r for r in reach if r[0] > low]
         for _, other, theirs in reach:
@@ -88,6 +88,16 @@ def refuse_shared_memory(targets: Mapping[str, Sequence[Target]], ties: Mapping[
                     "clones, or only one of them"
                 )
         reach.append((high, name, view))
+
+
+def _region(view: Carrier) -> tuple[int, int]:
+    """The addresses between which the elements of an array lie. It has some, and may be written."""
+    if view.flags.c_contiguous:
+        low = ctypes.addressof(ctypes.c_char.from_buffer(view.data))  # four times as fast as numpy's own ways
+        return low, low + view.nbytes
+    spans = [(n - 1) * step for n, step in zip(view.shape, view.strides, strict=True)]
+    low = view.__array_interface__["data"][0] + sum(min(s, 0) for s in spans)
+    return low, low + sum(abs(s) for s in spans) + view.itemsize
 
 
 def _overlap(one: Carrier, other: Carrier) -> bool:
@@ -235,8 +245,10 @@ class Loader:
     def _run(self) -> None:
         self._run_shared()
         # What nobody waits for comes last.
-        alone = np.flatnonzero(self.job.columns.group < 0)
-        for rows in self._staging_batches(alone):
+        alone = np.flatnonzero(self.job.columns.group < 0).tolist()
+        direct = [r for r in alone if not self._places[r][0].staged]
+        run_all(self.all_tasks([(r, self.destination(r)) for r in direct]), self.job.threads)
+        for rows in self._staging_batches([r for r in alone if self._places[r][0].staged]):
             self._open(rows)
             run_all(self.all_tasks([(r, self.destination(r)) for r in rows]), self.job.threads)
             self._close(rows)
@@ -299,15 +311,12 @@ class Loader:
             for batch, members in enumerate(_batches(self.nbytes, rows, self.job.batch_bytes)):
                 yield number, batch, members
 
-    def _staging_batches(self, rows: Rows) -> Iterator[list[int]]:
-        """Rows in batches whose staged shards fit the budget; rows into host memory are all in the first."""
-        direct = [r for r in rows.tolist() if not self._target(r)[0].staged]
-        if direct:
-            yield direct
+    def _staging_batches(self, rows: Sequence[int]) -> Iterator[list[int]]:
+        """Rows into staged shards, in batches whose buffers fit the budget."""
         batch: list[int] = []
         open_targets: set[int] = set()
         held = 0
-        for row in (r for r in rows.tolist() if self._target(r)[0].staged):
+        for row in rows:
             target = self._target(row)[0]
             new = id(target) not in open_targets
             if new and batch and held + target.nbytes > self._staging_limit:
@@ -375,6 +384,8 @@ class Loader:
         offsets, sizes = self._boxes[row]
         name = self.job.columns.table.names[int(self.job.columns.tensor[row])]
         for target in self.job.targets[name]:
+            if target.shard.sizes == sizes and target.shard.offsets == offsets:  # mostly all of it
+                return target, (0,) * len(sizes)
             low = offsets_inside(offsets, sizes, target.shard.offsets, target.shard.sizes)
             if low is not None:
                 return target, low
@@ -395,36 +406,44 @@ class Loader:
         offsets = tuple((located.offsets[i, :d] - located.piece_offsets[i, :d]).tolist())
         sizes = tuple(located.sizes[i, :d].tolist())
         itemsize = columns.table.dtype(number).itemsize
-        return self._stored_piece(i, number, math.prod(shape) * itemsize), shape, offsets, sizes, itemsize
-
-    def _stored_piece(self, i: int, number: int, nbytes: int) -> Piece:
-        located, name = self.job.located, self.job.columns.table.names[number]
-        return self.job.stored.piece(name, int(located.file[i]), int(located.start[i]), nbytes)
+        name, nbytes = columns.table.names[number], math.prod(shape) * itemsize
+        piece = self.job.stored.piece(name, int(located.file[i]), int(located.start[i]), nbytes)
+        return piece, shape, offsets, sizes, itemsize
 
     def all_tasks(self, wanted: Sequence[tuple[int, Carrier]]) -> Iterator[Task]:
         """Tasks that fill wanted boxes, given with their memory. Small pieces wanted whole are read together."""
-        small: list[tuple[Piece, Carrier]] = []
-        stored = self.job.stored
+        small: list[int] = []
+        targets: list[Carrier] = []
         for row, destination in wanted:
-            place = self._small_whole.get(row)
-            if place is not None:
-                nbytes = destination.nbytes
-                small.append((stored.piece(*place, nbytes), destination))
-                self.counts.read += nbytes
+            i = self._small_whole.get(row)
+            if i is not None and destination.flags.c_contiguous:
+                small.append(i)
+                targets.append(destination)
             else:
                 yield from self._read_tasks(row, destination)
-        yield from self._reader.small_tasks(small)
+        if small:
+            yield from self._small_tasks(np.array(small), targets)
+
+    def _small_tasks(self, located: IntArray, targets: Sequence[Carrier]) -> Iterator[Task]:
+        """Tasks that fill targets with small stored pieces, given as rows of what was located; file by file."""
+        job = self.job
+        order = np.lexsort((job.located.start[located], job.located.file[located]))
+        for part in np.split(order, np.flatnonzero(np.diff(job.located.file[located][order])) + 1):
+            rows = located[part]
+            numbers, sizes = job.columns.tensor[job.located.want[rows]], self.nbytes[job.located.want[rows]]
+            names = [job.columns.table.names[number] for number in numbers.tolist()]
+            self.counts.read += int(sizes.sum())
+            pieces = job.stored.small_pieces(names, int(job.located.file[rows[0]]), job.located.start[rows], sizes)
+            yield from self._reader.small_tasks(pieces, [targets[n] for n in part.tolist()])
 
     @functools.cached_property
-    def _small_whole(self) -> dict[int, tuple[str, int, int]]:
-        """The wanted rows that are one small stored piece, whole: name, file and start of the piece."""
-        located, columns = self.job.located, self.job.columns
-        times = np.bincount(located.want, minlength=len(columns))
+    def _small_whole(self) -> dict[int, int]:
+        """The wanted rows that are one small stored piece, whole, and where in `located` that is."""
+        located = self.job.located
+        times = np.bincount(located.want, minlength=len(self.job.columns))
         same = (located.piece_sizes == located.sizes).all(axis=1) & (times[located.want] == 1)
         i = np.flatnonzero(same & (self.nbytes[located.want] <= SMALL_BYTES))
-        names = [columns.table.names[number] for number in columns.tensor[located.want[i]].tolist()]
-        places = zip(names, located.file[i].tolist(), located.start[i].tolist(), strict=True)
-        return dict(zip(located.want[i].tolist(), places, strict=True))
+        return dict(zip(located.want[i].tolist(), i.tolist(), strict=True))
 
     def _read_tasks(self, row: int, destination: Carrier) -> Iterator[Task]:
         """Tasks that fill a wanted box from the stored pieces."""

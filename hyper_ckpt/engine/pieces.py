@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from hyper_ckpt.box import contiguous_dim, cut
+from hyper_ckpt.box import IntArray, contiguous_dim, cut
 from hyper_ckpt.contracts.platform import Carrier, Stager
 from hyper_ckpt.contracts.store import ByteStore, ReadInto
 from hyper_ckpt.engine.budget import Budget
@@ -36,6 +37,18 @@ class Piece(msgspec.Struct, frozen=True, eq=False, gc=False):
     file: str
     base: int
     nbytes: int
+    digests: Digests | None
+
+
+@dataclass(frozen=True, eq=False)
+class SmallPieces:
+    """Stored pieces of one file, of 1 to `SMALL_BYTES` bytes, in the order in which they lie there. Columns, like the
+    fields of `Piece`; each has the digest of its only block (None: not verified)."""
+
+    file: str
+    names: list[str]
+    bases: IntArray
+    sizes: IntArray
     digests: Digests | None
 
 
@@ -75,41 +88,34 @@ class PieceReader:
             inner = cut(target, [a - o for a, o in zip(low, offsets, strict=True)], part)
             yield lambda low=low, part=part, inner=inner: self._read_slab(piece, strides, low, part, inner)  # type: ignore[misc]
 
-    def small_tasks(self, wanted: Sequence[tuple[Piece, Carrier]]) -> Iterator[Task]:
-        """Tasks that fill targets with small pieces, whole, many to a task. In the order in which they lie in files."""
-        batch: list[tuple[Piece, Carrier]] = []
-        held = 0
-        for piece, target in sorted(wanted, key=lambda w: (w[0].file, w[0].base)):
-            if batch and (piece.file != batch[0][0].file or held + piece.nbytes > BLOCK_BYTES):
-                yield lambda rows=batch: self._read_small(rows)  # type: ignore[misc]
-                batch, held = [], 0
-            batch.append((piece, target))
-            held += piece.nbytes
-        if batch:
-            yield lambda rows=batch: self._read_small(rows)  # type: ignore[misc]
+    def small_tasks(self, pieces: SmallPieces, targets: Sequence[Carrier]) -> Iterator[Task]:
+        """Tasks that fill contiguous targets with small pieces, whole, many to a task."""
+        batch = np.cumsum(pieces.sizes) // (BLOCK_BYTES - SMALL_BYTES)
+        bounds = [0, *(np.flatnonzero(np.diff(batch)) + 1).tolist(), len(targets)]
+        for low, high in itertools.pairwise(bounds):
+            yield lambda low=low, high=high: self._read_small(pieces, targets, low, high)  # type: ignore[misc]
 
-    def _read_small(self, rows: Sequence[tuple[Piece, Carrier]]) -> None:
+    def _read_small(self, pieces: SmallPieces, targets: Sequence[Carrier], low: int, high: int) -> None:
         """Reads pieces side by side into one buffer, those that follow each other at once, and passes them on."""
-        ranges: list[tuple[int, int]] = []
-        for piece, _ in rows:
-            if ranges and sum(ranges[-1]) == piece.base:
-                ranges[-1] = (ranges[-1][0], ranges[-1][1] + piece.nbytes)
-            else:
-                ranges.append((piece.base, piece.nbytes))
-        total = sum(nbytes for _, nbytes in ranges)
+        bases, sizes = pieces.bases[low:high], pieces.sizes[low:high]
+        ends = np.cumsum(sizes)
+        first = np.flatnonzero(np.diff(bases, prepend=-1) != np.concatenate([[0], sizes[:-1]]))
+        begin, total = ends - sizes, int(ends[-1])
+        spans = np.diff(begin[first], append=total)
         with self.budget.hold(total):
             buffer = self.stager.buffer(total)
             try:
-                data, parts, at = buffer.data, list[memoryview](), 0
-                for _, nbytes in ranges:
-                    parts.append(data[at : at + nbytes])
-                    at += nbytes
-                self.store.read_into(rows[0][0].file, ranges, parts)
+                data = buffer.data
+                parts = [data[at : at + span] for at, span in zip(begin[first].tolist(), spans.tolist(), strict=True)]
+                self.store.read_into(pieces.file, [*zip(bases[first].tolist(), spans.tolist(), strict=True)], parts)
                 at = 0
-                for piece, target in rows:
-                    end = at + piece.nbytes
-                    self._check(piece, 0, data[at:end])
-                    target[...] = buffer[at:end].view(target.dtype).reshape(target.shape)
+                digests = [None] * len(sizes) if pieces.digests is None else pieces.digests[low:high].tolist()
+                for end, digest, target in zip(ends.tolist(), digests, targets[low:high], strict=True):
+                    block = data[at:end]
+                    if digest is not None and block_digest(block) != digest:
+                        number = int(np.searchsorted(ends, end))
+                        raise self._damaged(pieces.names[low + number], pieces.file, int(bases[number]), len(block))
+                    target.data.cast("B")[:] = block
                     at = end
             finally:
                 self.stager.release(buffer)
@@ -171,7 +177,7 @@ class PieceReader:
                 block = target[low - start : high - start]
                 read([(piece.base + low, high - low)], [block])
                 if block_digest(block) != digest:
-                    raise self._damaged(piece, low, high)
+                    raise self._damaged(piece.name, piece.file, piece.base + low, high - low)
             else:
                 with self._block(read, piece, number) as block:
                     begin, end = max(start, low), min(stop, high)
@@ -192,13 +198,13 @@ class PieceReader:
 
     def _check(self, piece: Piece, number: int, block: memoryview) -> None:
         if piece.digests is not None and block_digest(block) != int(piece.digests[number]):
-            raise self._damaged(piece, number * BLOCK_BYTES, number * BLOCK_BYTES + len(block))
+            raise self._damaged(piece.name, piece.file, piece.base + number * BLOCK_BYTES, len(block))
 
-    def _damaged(self, piece: Piece, low: int, high: int) -> DigestError:
+    def _damaged(self, name: str, file: str, start: int, nbytes: int) -> DigestError:
         filled = "The target may be partly filled: load" if self.fills else "Nothing was loaded: load"
         return DigestError(
-            f"{self.store.url}/{piece.file}: bytes {piece.base + low} to {piece.base + high} ({piece.name!r}) differ "
-            f"from what was saved. {filled} an earlier checkpoint"
+            f"{self.store.url}/{file}: bytes {start} to {start + nbytes} ({name!r}) differ from what was saved. "
+            f"{filled} an earlier checkpoint"
         )
 
     def _read_slab(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
+from hyper_ckpt.box import IntArray
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.engine.budget import Budget
-from hyper_ckpt.engine.digest import Digests
-from hyper_ckpt.engine.pieces import SEGMENT_BYTES, Piece, PieceReader
+from hyper_ckpt.engine.digest import Digests, block_count
+from hyper_ckpt.engine.pieces import SEGMENT_BYTES, Piece, PieceReader, SmallPieces
 from hyper_ckpt.engine.plain_stager import PlainStager
 from hyper_ckpt.errors import CheckpointError, FileSizeError, HeaderError, ManifestError, MissingFileError
 from hyper_ckpt.manifest import Manifest
@@ -21,6 +23,9 @@ from hyper_ckpt.receipt import (
     receipt_name,
 )
 from hyper_ckpt.storage.safetensors_file import MAX_HEADER_BYTES, header_digest
+
+Place = tuple[str, int, int]
+"""Where a piece lies: file, bytes from its data section, bytes."""
 
 
 class Stored:
@@ -38,7 +43,7 @@ class Stored:
             )
         self._store, self._manifest, self._verify = store, manifest, verify
         self.world_size = manifest.world_size
-        self._digests: dict[int, dict[tuple[str, int, int], Digests]] = {}
+        self._digests: dict[int, tuple[Digests, dict[Place, int]]] = {}
         self._receipts: dict[int, Receipt] = {}
         self._payloads: dict[tuple[int, str], bytes | None] = {}
         self._checked: set[str] = set()
@@ -69,8 +74,19 @@ class Stored:
     def piece(self, name: str, file: int, start: int, nbytes: int) -> Piece:
         """A stored piece, with its digests if it is to be verified."""
         record = self._manifest.files[file]
-        digests = self._digests_of(record, start, nbytes) if self._verify else None
+        if not self._verify:
+            return Piece(name, record.name, record.data_start + start, nbytes, None)
+        blocks, (first,) = self._digests_of(record, [start], [nbytes])
+        digests = blocks[first : first + block_count(nbytes)]
         return Piece(name, record.name, record.data_start + start, nbytes, digests)
+
+    def small_pieces(self, names: list[str], file: int, starts: IntArray, sizes: IntArray) -> SmallPieces:
+        """Many small pieces of one file, in the order in which they lie there."""
+        record, digests = self._manifest.files[file], None
+        if self._verify:
+            blocks, first = self._digests_of(record, starts.tolist(), sizes.tolist())
+            digests = blocks[first]
+        return SmallPieces(record.name, names, record.data_start + starts, sizes, digests)
 
     def payload(self, rank: int, name: str) -> bytes | None:
         """A payload that a rank saved, verified, read once; None if it saved none of this name."""
@@ -96,28 +112,28 @@ class Stored:
         reader.read_run(stored, 0, memoryview(data))
         return bytes(data)
 
-    def _digests_of(self, file: FileRecord, start: int, nbytes: int) -> Digests:
+    def _digests_of(self, file: FileRecord, starts: Sequence[int], sizes: Sequence[int]) -> tuple[Digests, list[int]]:
+        """The digests of a receipt's blocks, and the number of the first block of each piece."""
         if file.rank not in self._digests:
             self._digests[file.rank] = _digests_by_place(self.receipt(file.rank))
+        blocks, firsts = self._digests[file.rank]
+        places = zip(itertools.repeat(file.name), starts, sizes, strict=False)
         try:
-            return self._digests[file.rank][file.name, start, nbytes]
-        except KeyError:
+            return blocks, [firsts[place] for place in places]
+        except KeyError as error:
             raise ManifestError(
-                f"the receipt of rank {file.rank} has no digests for {file.name} at {start}, where the manifest has a "
-                "chunk: load an earlier checkpoint"
+                f"the receipt of rank {file.rank} has no digests for {file.name} at {error.args[0][1]}, where the "
+                "manifest has a chunk: load an earlier checkpoint"
             ) from None
 
 
-def _digests_by_place(receipt: Receipt) -> dict[tuple[str, int, int], Digests]:
-    """The digests of a receipt's pieces, by file, start and bytes; decoded all at once, for there may be many."""
+def _digests_by_place(receipt: Receipt) -> tuple[Digests, dict[Place, int]]:
+    """The digests of a receipt's blocks, and where those of each piece begin."""
     names = [f.name for f in receipt.files]
-    blocks = decode_digests("".join([p.digests for p in receipt.pieces]))
-    out, at = {}, 0
-    for piece in receipt.pieces:
-        end = at + len(piece.digests) // 16
-        out[names[piece.file], piece.start, piece.nbytes] = blocks[at:end]
-        at = end
-    return out
+    counts = [len(p.digests) // 16 for p in receipt.pieces]
+    firsts = itertools.accumulate(counts, initial=0)
+    places = [(names[p.file], p.start, p.nbytes) for p in receipt.pieces]
+    return decode_digests("".join([p.digests for p in receipt.pieces])), dict(zip(places, firsts, strict=False))
 
 
 def read_receipt(store: ByteStore, manifest: Manifest, rank: int, listed: Mapping[str, FileRecord]) -> Receipt:

@@ -40,6 +40,25 @@ def local_shards(name: str, value: Any, context: PlanContext) -> list[LocalShard
         raise type(error)(f"{name!r}: {error}") from error
 
 
+def describe_all(tensors: Mapping[str, Any], context: PlanContext) -> list[TensorDescription]:
+    """Describes many tensors; errors name the first that cannot be."""
+    try:
+        found = [d for d in map(context.tensors.describe, tensors.values()) if d is not None]
+    except UnsupportedStateError:
+        found = []
+    if len(found) == len(tensors):
+        return found
+    return [describe_tensor(name, value, context) for name, value in tensors.items()]
+
+
+def all_local_shards(tensors: Mapping[str, Any], context: PlanContext) -> dict[str, list[LocalShard]]:
+    """The shards of many tensors; errors name the first that has none to give."""
+    try:
+        return dict(zip(tensors, map(context.tensors.local_shards, tensors.values()), strict=True))
+    except UnsupportedStateError:
+        return {name: local_shards(name, value, context) for name, value in tensors.items()}
+
+
 class _Described(NamedTuple):
     """What was described: by its names and signatures it is known again. `description` is without fingerprints;
     `replicated` are the tensors that have one, and whether they are explicit boxes."""
@@ -85,16 +104,14 @@ def _describe(
     builder = StructureBuilder()
     records: list[TensorRecord] = []
     boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
-    shards: dict[str, list[LocalShard]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     replicated = []
-    for number, name in enumerate(names):
-        value = tensors[name]
-        description = describe_tensor(name, value, context)
+    tensors = {name: tensors[name] for name in names}
+    shards = all_local_shards(tensors, context)
+    for number, (name, description) in enumerate(zip(names, describe_all(tensors, context), strict=True)):
         if saving and not description.has_memory:
             raise UnsupportedStateError(f"{name!r} is only described (on the meta device) and holds nothing to save")
         shapes[name] = description.shape
-        shards[name] = local_shards(name, value, context)
         records.append(builder.record(name, description.dtype, description.shape, description.layout))
         if isinstance(description.layout, Boxes):
             boxes += [(number, offsets, sizes) for offsets, sizes in description.layout.boxes]
@@ -118,6 +135,9 @@ def find_ties(
 
     `shapes` are the global ones: a shard of one tensor may be all of another.
     """
+    keys_of_all = [*map(tensors.storage_key, [shard for own in shards.values() for shard in own])]
+    if len(set(keys_of_all)) == len(keys_of_all):  # mostly
+        return {}
     names_of: dict[object, list[str]] = {}
     for name, own in shards.items():
         keys = [(s.offsets, tensors.storage_key(s)) for s in own if 0 not in s.sizes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 
@@ -86,7 +87,11 @@ def cut_large(columns: Columns, max_bytes: int) -> Columns:
 
 def _add_own(rows: Rows, number_of: dict[str, int], rank: int, boxes: OwnBoxes) -> None:
     n, width = len(boxes), rows.width
-    offsets = np.array([(o + (0,) * width)[:width] for _, o, _ in boxes], np.int64).reshape(n, width)
-    sizes = np.array([(s + (1,) * width)[:width] for _, _, s in boxes], np.int64).reshape(n, width)
-    tensor = np.array([number_of[name] for name, _, _ in boxes], np.int64)
+    offsets, sizes = np.zeros((n, width), np.int64), np.ones((n, width), np.int64)
+    names, lows, lengths = zip(*boxes, strict=True) if boxes else ((), (), ())
+    ndims = np.array([*map(len, lows)], np.int64)
+    inside = np.arange(width) < ndims[:, None]
+    offsets[inside] = np.fromiter(itertools.chain.from_iterable(lows), np.int64)
+    sizes[inside] = np.fromiter(itertools.chain.from_iterable(lengths), np.int64)
+    tensor = np.array([number_of[name] for name in names], np.int64)
     rows.add(tensor, np.full(n, rank, np.int64), offsets, sizes, np.zeros(n, np.int64), np.full(n, -1, np.int64))

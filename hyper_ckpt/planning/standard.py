@@ -10,7 +10,7 @@ from hyper_ckpt.contracts.planner import LoadPlanner, PlanContext, SavePlanner
 from hyper_ckpt.contracts.platform import LocalShard
 from hyper_ckpt.description import Description, World
 from hyper_ckpt.manifest import Manifest
-from hyper_ckpt.planning.describe import describe, describe_tensor, local_shards
+from hyper_ckpt.planning.describe import describe, local_shards
 from hyper_ckpt.planning.load import OwnBoxes, plan_alone, plan_shared
 from hyper_ckpt.planning.save import SavePolicy, check_cover, join, plan_lines, plan_loose
 
@@ -67,8 +67,8 @@ class StandardLoadPlanner(LoadPlanner):
 
     def acquire_tensor(self, tensors: Mapping[str, Any], name: str, context: PlanContext) -> Any:
         value = tensors[name]
-        description = describe_tensor(name, value, context)
-        return value if description.has_memory else context.tensors.empty(description, value)
+        description = context.tensors.describe(value)
+        return value if description is None or description.has_memory else context.tensors.empty(description, value)
 
     def apply_tensor(self, name: str, tensor: Any) -> Any:
         return tensor

@@ -18,6 +18,7 @@ from hyper_ckpt.state.tree import (
     Node,
     SequenceNode,
     StatefulNode,
+    TensorNode,
     children,
     count_of,
     encode_tree,
@@ -37,7 +38,7 @@ def take_blobs(tree: Node) -> tuple[Node, dict[str, bytes]]:
 
 
 def _taken(node: Node, name: str | None, blobs: dict[str, bytes]) -> Node:
-    if not isinstance(node, msgspec.Struct | str):
+    if isinstance(node, TensorNode) or not isinstance(node, msgspec.Struct | str):
         return node
     data = encode_tree(node)
     if len(data) <= BLOB_LIMIT:

@@ -70,6 +70,8 @@ def _differences(target: Node, saved: Node, name: str | None, owned: bool) -> It
 
 
 def _key_differences(target: KeyedNode, saved: KeyedNode, name: str | None, owned: bool) -> Iterator[Difference]:
+    if target == saved:  # told without a step of Python, and often so
+        return
     saved_items = dict(zip(saved.k, saved.v, strict=True))
     for key, (child_name, item) in zip(target.k, children(target, name), strict=True):
         if key not in saved_items:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -14,7 +14,7 @@ from hyper_ckpt.state.blobs import take_blobs
 from hyper_ckpt.state.classes import is_namedtuple, member_name
 from hyper_ckpt.state.codec_table import CodecTable
 from hyper_ckpt.state.codecs import BUILTIN
-from hyper_ckpt.state.names import escape_key, join, shown
+from hyper_ckpt.state.names import escape_keys, join, join_all, shown
 from hyper_ckpt.state.scalars import SCALARS
 from hyper_ckpt.state.tree import (
     MAX_DEPTH,
@@ -126,6 +126,14 @@ class _Walk:
             return self._other(value, name)
         with _Inside(self._around, value, name):
             return container(self, value, name)
+
+    def nodes(self, values: Collection[Any], names: Iterable[str]) -> list[Node]:
+        """The nodes of what stands in a container. Where there are very many, mostly all are tensors: the type alone
+        decides."""
+        examples = {type(value): value for value in values}
+        if all(k not in SCALARS and k not in _CONTAINERS and self._is_tensor(v) for k, v in examples.items()):
+            return [self.tensor(value, name) for value, name in zip(values, names, strict=True)]
+        return [self.node(value, name) for value, name in zip(values, names, strict=True)]
 
     def tensor(self, value: Any, name: str | None) -> Node:
         raise NotImplementedError
@@ -243,8 +251,12 @@ def _named(name: str | None) -> str:
 def is_stateful(value: Any) -> bool:
     """Whether a value is an object with state_dict and load_state_dict."""
     # Asked of the class: an object may answer to any attribute, and a class is not itself in a state.
-    methods = ("state_dict", "load_state_dict")
-    return not isinstance(value, type) and all(callable(getattr(type(value), each, None)) for each in methods)
+    return not isinstance(value, type) and has_state(type(value))
+
+
+def has_state(kind: type) -> bool:
+    """Whether objects of a class have state_dict and load_state_dict."""
+    return all(callable(getattr(kind, each, None)) for each in ("state_dict", "load_state_dict"))
 
 
 def _of_enum(value: Enum, name: str | None) -> EnumNode:
@@ -261,7 +273,7 @@ def _of_namedtuple(walk: _Walk, value: Any, name: str | None) -> NamedTupleNode:
 
 
 def _items(walk: _Walk, value: Sequence[Any] | deque[Any], name: str | None) -> tuple[Node, ...]:
-    return tuple([walk.node(item, join(name, str(index))) for index, item in enumerate(value)])
+    return tuple(walk.nodes(value, join_all(name, [*map(str, range(len(value)))])))
 
 
 def _of_deque(walk: _Walk, value: deque[Any], name: str | None) -> DequeNode:
@@ -275,11 +287,11 @@ def _of_slice(walk: _Walk, value: slice, name: str | None) -> SliceNode:
 
 def _of_keyed(cls: type[KeyedNode]) -> Callable[[_Walk, dict[Any, Any], str | None], Node]:
     def node(walk: _Walk, value: dict[Any, Any], name: str | None) -> Node:
-        keys = tuple([escape_key(key, name) for key in value])
+        keys = escape_keys(value, name)
         if len(set(keys)) < len(keys):
             # Only nan does that: it differs from itself.
             raise UnsupportedStateError(f"{shown(name)} has a key twice: nan")
-        items = [walk.node(item, join(name, key)) for key, item in zip(keys, value.values(), strict=True)]
+        items = walk.nodes(value.values(), join_all(name, keys))
         return with_items(cls((), ()), items, keys)
 
     return node

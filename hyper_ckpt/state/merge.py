@@ -24,6 +24,7 @@ from hyper_ckpt.state.tree import (
     children,
     encode_tree,
     has_blobs,
+    has_only_leaves,
     with_items,
 )
 
@@ -161,7 +162,7 @@ def _selected(node: Node, rank: int, name: str | None, borrowed: list[str]) -> N
         return min(node.v, key=lambda each: min(each[0]))[1]
     if isinstance(node, StatefulNode):
         return StatefulNode(_selected(node.v, rank, name, borrowed))
-    if not isinstance(node, KeyedNode | SequenceNode):
+    if not isinstance(node, KeyedNode | SequenceNode) or has_only_leaves(node):
         return node
     items = [
         _selected(item, rank, child_name, borrowed) if isinstance(item, msgspec.Struct) else item

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from hyper_ckpt.errors import ManifestError, UnsupportedTypeError
@@ -35,6 +35,11 @@ def join(parent: str | None, part: str) -> str:
     The state is None rather than "", because "" is the name of what stands under its empty key.
     """
     return part if parent is None else f"{parent}/{part}"
+
+
+def join_all(parent: str | None, parts: Sequence[str]) -> Sequence[str]:
+    """`join` for each of many parts."""
+    return parts if parent is None else [f"{parent}/{part}" for part in parts]
 
 
 def shown(name: str | None) -> str:
@@ -57,6 +62,13 @@ def escape_key(key: Any, parent: str | None = None) -> str:
         f"{shown(parent)} has a key of type {type(key).__module__}.{type(key).__qualname__}: {key!r:.100}. "
         "Keys may be str, int, float, bool, None, complex, bytes, or tuples of these: convert it."
     )
+
+
+def escape_keys(keys: Collection[Any], parent: str | None) -> tuple[str, ...]:
+    """`escape_key` of each of a dict's keys."""
+    if set(map(type, keys)) == {str} and not _SPECIAL.search("".join(keys)):
+        return tuple(keys)
+    return tuple([escape_key(key, parent) for key in keys])
 
 
 def parse_key(part: str) -> Key:

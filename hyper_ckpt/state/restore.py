@@ -17,7 +17,7 @@ from hyper_ckpt.state.codec_table import CodecTable
 from hyper_ckpt.state.codecs import BUILTIN
 from hyper_ckpt.state.digests import canonical
 from hyper_ckpt.state.flatten import FlatState, is_stateful
-from hyper_ckpt.state.names import escape_key, join, parse_key, shown
+from hyper_ckpt.state.names import escape_keys, join, parse_key, shown
 from hyper_ckpt.state.tree import (
     BlobNode,
     ByteArrayNode,
@@ -142,14 +142,16 @@ class _Changes:
             new = self._from_payload(value.value, payload[0], name)
             self.noted.append(lambda: setattr(value, "value", new))
 
-    def _container(self, value: Any, node: Node, name: str | None) -> Any:
+    def _container(self, value: Any, node: Any, name: str | None) -> Any:
         self._claim(value, node, name)
+        if not self._tensors and set(map(type, node.v)) == {TensorNode}:
+            return value  # all have been filled where they stand
         if isinstance(node, KeyedNode):
             saved = dict(zip(node.k, node.v, strict=True))
-            named = ((key, escape_key(key)) for key in value)
-            new = {
-                key: self.plan(value[key], saved.pop(part), join(name, part)) for key, part in named if part in saved
-            }
+            new = {}
+            for (key, item), part in zip(value.items(), escape_keys(value, name), strict=True):
+                if part in saved:
+                    new[key] = self.plan(item, saved.pop(part), join(name, part))
             for part, extra in saved.items():
                 if self._owners and is_plain(extra):
                     new[parse_key(part)] = self._builder.value(extra, join(name, part))

@@ -6,14 +6,14 @@ object whose "!" says what it is. Tensors and payloads are only marked: their na
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Literal, Union
 
 import msgspec
 from msgspec import Meta, Struct
 
 from hyper_ckpt.errors import ManifestError
-from hyper_ckpt.state.names import join
+from hyper_ckpt.state.names import join_all
 
 MAX_DEPTH = 128
 """Containers inside each other. Bounded so that no checkpoint can exhaust a reader's stack."""
@@ -241,16 +241,27 @@ def count_of(node: Node) -> int | None:
 
 def children(node: Node | Tagged, name: str | None) -> Iterator[tuple[str, Node]]:
     """What stands in a container, with names."""
+    if not isinstance(node, KeyedNode | SequenceNode):
+        return iter(())
+    return zip(child_names(node, name), node.v, strict=True)
+
+
+def child_names(node: KeyedNode | SequenceNode, name: str | None) -> Sequence[str]:
+    """The names of what stands in a container."""
     if isinstance(node, KeyedNode):
         parts = node.k
     elif isinstance(node, NamedTupleNode):
         parts = node.fields
-    elif isinstance(node, SequenceNode):
-        parts = tuple(map(str, range(len(node.v))))
     else:
-        return
-    for part, child in zip(parts, node.v, strict=True):
-        yield join(name, part), child
+        parts = tuple(map(str, range(len(node.v))))
+    return join_all(name, parts)
+
+
+def has_only_leaves(node: KeyedNode | SequenceNode) -> bool:
+    """Whether a container holds neither containers nor what looks like one. Told by the types of what it holds: these
+    are few where items are very many."""
+    inner = (KeyedNode, SequenceNode, StatefulNode, RanksNode)
+    return not any(issubclass(kind, inner) for kind in set(map(type, node.v)))
 
 
 def with_items(node: Tagged, items: Iterable[Node], keys: tuple[str, ...] | None = None) -> Node:

@@ -13,40 +13,51 @@ from hyper_ckpt.state.tree import (
     SequenceNode,
     StatefulNode,
     TensorNode,
+    child_names,
     children,
     encode_tree,
     has_blobs,
+    has_only_leaves,
     with_items,
 )
 
-_INNER = (KeyedNode, SequenceNode, StatefulNode, RanksNode)
+
+def _walk(tree: Node) -> Iterator[tuple[str, Node]]:
+    """All nodes below the root, with names, in the order of the state."""
+    names: list[str] = []
+    nodes: list[Node] = []
+    _note(tree, None, names, nodes)
+    return zip(names, nodes, strict=True)
 
 
-def _walk(node: Node, name: str | None) -> Iterator[tuple[str | None, Node]]:
-    yield name, node
-    if isinstance(node, StatefulNode):
-        yield from _walk(node.v, name)
-    elif isinstance(node, RanksNode):
-        for _, variant in node.v:
-            yield from _walk(variant, name)
-    else:
-        for child_name, child in children(node, name):
-            if isinstance(child, _INNER):
-                yield from _walk(child, child_name)
-            else:  # most are leaves: no generator for each
-                yield child_name, child
+def _note(node: Node, name: str | None, names: list[str], nodes: list[Node]) -> None:
+    if isinstance(node, StatefulNode | RanksNode):  # they add no part to names
+        for variant in [node.v] if isinstance(node, StatefulNode) else [variant for _, variant in node.v]:
+            if name is not None:
+                names.append(name)
+                nodes.append(variant)
+            _note(variant, name, names, nodes)
+        return
+    if not isinstance(node, KeyedNode | SequenceNode):
+        return
+    if has_only_leaves(node):
+        names += child_names(node, name)
+        nodes += node.v
+        return
+    for child_name, child in children(node, name):
+        names.append(child_name)
+        nodes.append(child)
+        _note(child, child_name, names, nodes)
 
 
 def all_names(tree: Node) -> list[str]:
     """Every name below the root, of leaves and containers, in the order of the state."""
-    return list(dict.fromkeys(name for name, _ in _walk(tree, None) if name is not None))
+    return list(dict.fromkeys([name for name, _ in _walk(tree)]))
 
 
 def tensor_names(tree: Node) -> list[str]:
     """The names of all tensors, in the order of the state."""
-    return list(
-        dict.fromkeys(name for name, node in _walk(tree, None) if isinstance(node, TensorNode) and name is not None)
-    )
+    return list(dict.fromkeys([name for name, node in _walk(tree) if isinstance(node, TensorNode)]))
 
 
 def blob_owners(tree: Node) -> list[tuple[str, int]]:
@@ -58,7 +69,7 @@ def blobs(tree: Node) -> list[tuple[str, BlobNode]]:
     """The blobs of a tree with their names."""
     if not has_blobs(encode_tree(tree)):
         return []
-    return [(name, node) for name, node in _walk(tree, None) if isinstance(node, BlobNode) and name is not None]
+    return [(name, node) for name, node in _walk(tree) if isinstance(node, BlobNode)]
 
 
 def prune(tree: Node, keys: Collection[str]) -> tuple[Node, list[str]]:
@@ -92,8 +103,8 @@ def _pruned(node: Node, name: str | None, keys: Collection[str], found: set[str]
 def values_by_kind(tree: Node) -> dict[str, str]:
     """The names of all leaves that are no tensors, and how each is kept: plain, blob, per_rank or ranks."""
     out: dict[str, str] = {}
-    for name, node in _walk(tree, None):
-        if name is None or isinstance(node, KeyedNode | SequenceNode | StatefulNode | TensorNode):
+    for name, node in _walk(tree):
+        if isinstance(node, KeyedNode | SequenceNode | StatefulNode | TensorNode):
             continue
         kinds: dict[type, str] = {PerRankNode: "per_rank", BlobNode: "blob", RanksNode: "ranks"}
         out.setdefault(name, kinds.get(type(node), "plain"))

@@ -234,20 +234,16 @@ class FileSystemReader(StorageReader):
         return manifest
 
     def locate(self, manifest: Manifest, wanted: Columns, rank: int) -> Located:
-        count = len(wanted.table.names)
-        bounds = [*np.searchsorted(wanted.tensor, np.arange(count)).tolist(), len(wanted)]
-        file, start = [-1] * count, [0] * count
-        parts: list[tuple[IntArray, ...]] = []
-        for number, name in enumerate(wanted.table.names):
-            if bounds[number] == bounds[number + 1]:
-                continue
-            stored = manifest.tensor(name)
-            if _is_one_piece(stored):
-                file[number], start[number] = stored.copies[0].file[0], stored.copies[0].start[0]
-                continue
-            rows = np.arange(bounds[number], bounds[number + 1])
-            parts.append(self._locate(manifest, stored, wanted, rows, rank))
-        parts.append(_of_one_piece(wanted, np.array(file, np.int64), np.array(start, np.int64)))
+        numbers, first = np.unique(wanted.tensor, return_index=True)  # sorted: the rows of one tensor lie together
+        bounds = [*first.tolist(), len(wanted)]
+        names = [wanted.table.names[number] for number in numbers.tolist()]
+        file, start = np.full(len(wanted.table.names), -1), np.zeros(len(wanted.table.names), np.int64)
+        file[numbers], start[numbers] = manifest.pieces(names)
+        parts = [
+            self._locate(manifest, manifest.tensor(names[i]), wanted, np.arange(bounds[i], bounds[i + 1]), rank)
+            for i in np.flatnonzero(file[numbers] < 0).tolist()
+        ]
+        parts.append(_of_one_piece(wanted, file, start))
         columns = [np.concatenate(c) for c in zip(*parts, strict=True)]
         return Located(tuple(f.name for f in manifest.files), *columns)
 
@@ -269,12 +265,6 @@ class FileSystemReader(StorageReader):
                 padded = [pad(p, wanted.table.width, fill) for p, fill in zip(pieces, (0, 1, 0, 1), strict=True)]
                 return (rows[want], chunks.file[chunk], chunks.start[chunk], *padded)
         raise CoverageError(f"{manifest.checkpoint}: {stored.name!r} is not stored whole: load an earlier checkpoint")
-
-
-def _is_one_piece(stored: StoredTensor) -> bool:
-    """Whether a tensor is stored whole, once, in one piece."""
-    (chunks, *more) = stored.copies
-    return not more and len(chunks.file) == 1 and tuple(chunks.sizes[0].tolist()) == stored.shape
 
 
 def _of_one_piece(wanted: Columns, file: IntArray, start: IntArray) -> tuple[IntArray, ...]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from hyper_ckpt.builtin.numpy_tensors import check_writable, memory_key, overlaps_itself
+from hyper_ckpt.builtin.numpy_tensors import memory_key, overlaps_itself
 from hyper_ckpt.contracts.platform import (
     WHOLE_FINGERPRINT_BYTES,
     Carrier,
@@ -76,18 +76,19 @@ class TorchTensors(Tensors):
         tensor: torch.Tensor = shard.data
         if not tensor.is_cpu:
             return None
-        return _carriers(tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor)
+        tensor = tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+        return _carriers(tensor, _form(tensor.dtype, tensor.shape, tensor.stride()))
 
     def writable(self, shard: LocalShard) -> Carrier | None:
         tensor: torch.Tensor = shard.data
-        check_target(tensor)
+        form = _form_of_target(tensor)
         if not tensor.is_cpu:
             return None
         if not tensor.is_inference():
             # Writes through numpy go past autograd: without this, a backward pass that saved the old
             # values would go on with the new ones in silence.
             torch.autograd.graph.increment_version(tensor)
-        return check_writable(_carriers(tensor))
+        return _carriers(tensor, form)
 
     def fingerprint(self, shards: Sequence[LocalShard]) -> bytes:
         return sampled_fingerprint([self._view_or_samples(shard) for shard in shards])
@@ -106,8 +107,8 @@ class TorchTensors(Tensors):
         # On the meta device all pointers are 0, but views of one storage have that in common.
         on_meta = tensor.is_meta
         pointer = tensor.untyped_storage()._cdata + tensor.storage_offset() if on_meta else tensor.data_ptr()
-        strides = _byte_strides(tensor.stride(), tensor.element_size())
-        key = memory_key(pointer, tensor.shape, strides, NAMES[tensor.dtype])
+        form = _form(tensor.dtype, tensor.shape, tensor.stride())
+        key = memory_key(pointer, form.shape, form.strides, NAMES[tensor.dtype])
         # A conjugated view has the memory, but not the elements, of its base.
         view = (tensor.is_conj(), tensor.is_neg())
         on_host = tensor.is_cpu and not any(view)
@@ -162,13 +163,19 @@ def check_target(tensor: torch.Tensor) -> None:
     Raises:
         TargetError: elements share memory, or the tensor is a lazy conjugate or negative of another one.
     """
+    _form_of_target(tensor)
+
+
+def _form_of_target(tensor: torch.Tensor) -> _Form:
     if tensor.is_conj() or tensor.is_neg():
         raise TargetError("a conjugated or negated view cannot be loaded into: load into its base, or a clone()")
-    if overlaps_itself(tensor.shape, tensor.stride(), 1):
+    form = _form(tensor.dtype, tensor.shape, tensor.stride())
+    if form.overlaps:
         raise TargetError(
             f"several elements of the tensor share memory (shape {tuple(tensor.shape)}, strides {tensor.stride()}, "
             "made by expand()?): load into a clone()"
         )
+    return form
 
 
 def device_samples(tensor: torch.Tensor) -> Carrier:
@@ -187,26 +194,37 @@ def device_samples(tensor: torch.Tensor) -> Carrier:
     return view
 
 
-def _carriers(tensor: torch.Tensor) -> Carrier:
+def _carriers(tensor: torch.Tensor, form: _Form) -> Carrier:
     """The memory of a host tensor as an array of carriers, which keeps it alive.
 
     Not through `numpy()`: that marks the storage as shared for good, and FSDP can no longer free or resize it.
     """
-    carrier, shape = _CARRIERS[tensor.dtype], tuple(tensor.shape)
-    if not tensor.numel():
-        return np.empty(shape, carrier)
-    strides = _byte_strides(tensor.stride(), carrier.itemsize)
-    span = carrier.itemsize
-    for length, step in zip(shape, strides, strict=True):
-        span += (length - 1) * step
-    memory: Any = (ctypes.c_uint8 * span).from_address(tensor.data_ptr())
+    if form.memory is None:
+        return np.empty(form.shape, form.carrier)
+    memory = form.memory.from_address(tensor.data_ptr())
     memory.owner = tensor  # the array keeps `memory`, and that keeps the tensor
-    return np.ndarray(shape, carrier, memory, 0, strides)
+    return np.ndarray(form.shape, form.carrier, memory, 0, form.strides)
+
+
+class _Form(NamedTuple):
+    """How elements lie in memory: shape, strides in bytes, the type of all the memory they span (None: there are no
+    elements), and whether elements share memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    carrier: np.dtype[Any]
+    memory: Any
+    overlaps: bool
 
 
 @functools.lru_cache(maxsize=4096)  # thousands of tensors have a few shapes
-def _byte_strides(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    return tuple([step * itemsize for step in strides])
+def _form(dtype: torch.dtype, shape: torch.Size, steps: tuple[int, ...]) -> _Form:
+    """`steps` are the strides in elements."""
+    carrier = _CARRIERS[dtype]
+    span = sum([(n - 1) * step for n, step in zip(shape, steps, strict=True)]) + 1
+    memory = None if 0 in shape else ctypes.c_uint8 * (span * carrier.itemsize)
+    strides = tuple([step * carrier.itemsize for step in steps])
+    return _Form(tuple(shape), strides, carrier, memory, overlaps_itself(shape, steps, 1))
 
 
 @functools.lru_cache(maxsize=4096)
