@@ -173,6 +173,9 @@ def with_base_load(world: World, load: IntArray) -> World:
     return dataclasses.replace(world, base_load=load)
 
 
+_REPLICATED, _EXPLICIT = LayoutRecord(REPLICATED), LayoutRecord(EXPLICIT)
+
+
 class StructureBuilder:
     """Collects tensors into a structure: numbers meshes and layouts."""
 
@@ -187,7 +190,7 @@ class StructureBuilder:
             placements = tuple((p.dim, p.sizes) if isinstance(p, Shard) else None for p in layout.placements)
             row = LayoutRecord(mesh, layout.mesh.shape, placements, layout.order)
         else:
-            row = LayoutRecord(REPLICATED if isinstance(layout, Replicated) else EXPLICIT)
+            row = _REPLICATED if isinstance(layout, Replicated) else _EXPLICIT
         return TensorRecord(name, dtype, shape, self._layouts.setdefault(row, len(self._layouts)))
 
     @property

@@ -136,14 +136,15 @@ def decode_receipt(data: bytes, expected_digest: str | None, what: str) -> Recei
         if receipt.block_bytes != BLOCK_BYTES:
             raise ValueError(f"blocks of {receipt.block_bytes} bytes are not of version 1")
         for piece in receipt.pieces:
-            blocks = -(-piece.nbytes // BLOCK_BYTES)
             if (
-                len(piece.digests) != 16 * blocks
-                or len(bytes.fromhex(piece.digests)) != 8 * blocks  # spaces are no digits
+                len(piece.digests) != -(-piece.nbytes // BLOCK_BYTES) * 16
                 or not 0 <= piece.file < len(receipt.files)
                 or not 0 <= piece.start < 1 << 60
             ):
                 raise ValueError(f"piece {piece.file}/{piece.start} is out of bounds")
+        digits = "".join([piece.digests for piece in receipt.pieces])
+        if 2 * len(bytes.fromhex(digits)) != len(digits):  # spaces are no digits
+            raise ValueError("a digest has other characters than digits")
         if any(not 0 <= n < len(receipt.pieces) for n in receipt.payloads.values()):
             raise ValueError("a payload names no piece")
     except (msgspec.ValidationError, msgspec.DecodeError, ValueError, RecursionError) as error:

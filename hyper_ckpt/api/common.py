@@ -14,7 +14,15 @@ from hyper_ckpt.builtin.composite import CompositeTensors
 from hyper_ckpt.builtin.host_stager import BufferPool
 from hyper_ckpt.builtin.numpy_platform import SingleRank
 from hyper_ckpt.builtin.numpy_tensors import NumpyTensors
-from hyper_ckpt.contracts.platform import ByteBuffer, Carrier, LocalShard, Platform, TensorDescription, Tensors
+from hyper_ckpt.contracts.platform import (
+    ByteBuffer,
+    Carrier,
+    LocalShard,
+    PlainTensor,
+    Platform,
+    TensorDescription,
+    Tensors,
+)
 from hyper_ckpt.engine.in_flight import InFlight
 from hyper_ckpt.engine.shared_memory import SharedBuffers
 from hyper_ckpt.engine.writer_process import WriterProcess
@@ -151,15 +159,27 @@ class RememberedTensors(Tensors):
 
     def __init__(self, inner: Tensors) -> None:
         self._inner = inner
+        self._plain: dict[int, PlainTensor | None] = {}
         self._described: dict[int, TensorDescription | None] = {}
         self._shards: dict[int, list[LocalShard]] = {}
         self._keys: dict[int, Hashable | None] = {}
         self._kept: list[Any] = []  # what was asked: a freed one's id would come again
 
+    def plain(self, value: Any) -> PlainTensor | None:
+        if id(value) not in self._plain:
+            self._plain[id(value)] = self._inner.plain(value)
+            self._kept.append(value)
+        return self._plain[id(value)]
+
+    def before_writes(self, values: Sequence[Any]) -> None:
+        self._inner.before_writes(values)
+
     def describe(self, value: Any) -> TensorDescription | None:
+        plain = self.plain(value)
+        if plain is not None:
+            return plain.description
         if id(value) not in self._described:
             self._described[id(value)] = self._inner.describe(value)
-            self._kept.append(value)
         return self._described[id(value)]
 
     def local_shards(self, value: Any) -> list[LocalShard]:

@@ -19,11 +19,10 @@ from hyper_ckpt.api.common import RememberedTensors, all_tensors, attempt, few, 
 from hyper_ckpt.api.matching import Match, Matcher, count_votes, refuse_unexpected
 from hyper_ckpt.api.reporting import Reporter
 from hyper_ckpt.api.sharing import choose_sharing, pass_on_blobs
-from hyper_ckpt.box import element_counts
 from hyper_ckpt.columns import Columns, Located
 from hyper_ckpt.contracts.placement import StorageReader
-from hyper_ckpt.contracts.planner import LoadPlanner, OwnBoxes, PlanContext
-from hyper_ckpt.contracts.platform import LocalShard, Platform
+from hyper_ckpt.contracts.planner import LoadPlanner, PlanContext
+from hyper_ckpt.contracts.platform import Platform
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.description import Description, without
 from hyper_ckpt.dtypes import dtype_of
@@ -33,7 +32,7 @@ from hyper_ckpt.engine.stored import Stored
 from hyper_ckpt.errors import MissingFileError, UnsupportedStateError
 from hyper_ckpt.manifest import MANIFEST_NAME, VERSION, Manifest
 from hyper_ckpt.options import DEFAULT_MAX_HOST_BYTES, LoadOptions, ShareReads, Strict, Verify
-from hyper_ckpt.planning.describe import all_local_shards, describe_all, local_shards
+from hyper_ckpt.planning.describe import describe_tensor, local_shards, own_boxes
 from hyper_ckpt.registry import registry
 from hyper_ckpt.state import BlobNode, FlatState, flatten, prepare_restore, skeleton
 from hyper_ckpt.state.tree import has_blobs
@@ -266,10 +265,10 @@ class Loading:
             return call.share_reads
         records = {r.name: r for r in description.structure.tensors}
         wanted = whole = 0
-        for name, value in match.wanted.items():
-            itemsize = dtype_of(records[name].dtype).itemsize
-            wanted += sum(math.prod(s.sizes) for s in local_shards(name, value, self._context)) * itemsize
-            whole += math.prod(records[name].shape) * itemsize
+        for name, _, sizes in own_boxes(match.wanted, self._context):
+            wanted += math.prod(sizes) * dtype_of(records[name].dtype).itemsize
+        for name in match.wanted:
+            whole += math.prod(records[name].shape) * dtype_of(records[name].dtype).itemsize
         return choose_sharing(self._operation, call.platform, call.store, manifest.files, wanted, whole)
 
     def _loader(
@@ -288,8 +287,7 @@ class Loading:
         # are: where reads are shared, all ranks must leave out the same.
         ties = match.ties if world is None else world.ties
         wanted = {name: value for name, value in match.wanted.items() if name not in ties}
-        shards = all_local_shards(wanted, self._context)
-        boxes: OwnBoxes = [(name, s.offsets, s.sizes) for name, own in shards.items() for s in own]
+        boxes = own_boxes(wanted, self._context)
         if world is not None:
             columns = planner.build_global_plan(without(world, ties), rank, boxes, call.options.broadcast_batch_bytes)
         else:
@@ -297,7 +295,7 @@ class Loading:
         located = self._locate(manifest, columns)
         stored.check_files(np.unique(located.file).tolist())
         read_values()
-        targets = self._targets(wanted, shards)
+        targets = self._targets(wanted)
         refuse_shared_memory(targets, match.ties)
         job = LoadJob(
             self._ranks,
@@ -325,16 +323,29 @@ class Loading:
         located = self._call.reader.locate(manifest, columns.take(own), self._ranks.rank)
         return dataclasses.replace(located, want=own[located.want] if len(own) else located.want)
 
-    def _targets(
-        self, wanted: Mapping[str, Any], shards: Mapping[str, Sequence[LocalShard]]
-    ) -> dict[str, list[Target]]:
-        writable, targets = self._tensors.writable, {}
-        for (name, own), description in zip(shards.items(), describe_all(wanted, self._context), strict=True):
-            try:
-                targets[name] = [Target(name, s, description.dtype, writable(s)) for s in own]
-            except UnsupportedStateError as error:
-                raise type(error)(f"{name!r}: {error}") from error
+    def _targets(self, wanted: Mapping[str, Any]) -> dict[str, list[Target]]:
+        targets, plains = {}, []
+        for name, value in wanted.items():
+            plain = self._tensors.plain(value)
+            if plain is not None:
+                plains.append(value)
+                dtype, shape = plain.description.dtype, plain.description.shape
+                targets[name] = [Target(name, (0,) * len(shape), shape, dtype, plain.nbytes, plain.address)]
+            else:
+                targets[name] = self._shards_of(name, value)
+        self._tensors.before_writes(plains)
         return targets
+
+    def _shards_of(self, name: str, value: Any) -> list[Target]:
+        dtype = describe_tensor(name, value, self._context).dtype
+        itemsize = dtype_of(dtype).itemsize
+        try:
+            return [
+                Target(name, s.offsets, s.sizes, dtype, math.prod(s.sizes) * itemsize, self._tensors.writable(s), s)
+                for s in local_shards(name, value, self._context)
+            ]
+        except UnsupportedStateError as error:
+            raise type(error)(f"{name!r}: {error}") from error
 
     def _read(
         self, loader: Loader, flat: FlatState, match: Match, stored: Stored, changes: list[Callable[[], None]]
@@ -383,14 +394,14 @@ class Loading:
     def _unfilled(self, loader: Loader, match: Match) -> set[str]:
         """Names of which not all was planned: a planner may fill less, but must not be thought to fill all."""
         columns = loader.job.columns
-        planned = np.bincount(columns.tensor, element_counts(columns.sizes), len(columns.table.names))
+        planned = np.bincount(columns.tensor, columns.nbytes(), len(columns.table.names))
         filled = dict(zip(columns.table.names, planned.tolist(), strict=True))
 
-        shards = all_local_shards(match.wanted, self._context)
-        needed = {name: sum([math.prod(s.sizes) for s in own]) for name, own in shards.items()}
-        if needed == filled:
-            return set()
-        return {name for name, count in needed.items() if filled.get(match.ties.get(name, name), 0) < count}
+        def is_filled(name: str, own: Sequence[Target]) -> bool:
+            return bool(filled.get(name, 0) >= sum([t.nbytes for t in own]))
+
+        unfilled = {name for name, own in loader.job.targets.items() if not is_filled(name, own)}
+        return unfilled | {name for name, first in match.ties.items() if first in unfilled}
 
     def _warn(self, match: Match, flat: FlatState) -> None:
         left_out = match.left_out(flat)

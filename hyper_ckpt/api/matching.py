@@ -18,7 +18,7 @@ from hyper_ckpt.contracts.platform import TensorDescription
 from hyper_ckpt.errors import StateMismatchError, TargetError
 from hyper_ckpt.manifest import Manifest, TensorRow
 from hyper_ckpt.options import KeyMap, Strict
-from hyper_ckpt.planning.describe import all_local_shards, describe_all, find_ties
+from hyper_ckpt.planning.describe import describe_all, find_ties
 from hyper_ckpt.state import FlatState, Node, compare, select
 from hyper_ckpt.state.rename import Renamed, rename
 from hyper_ckpt.state.tree import KeyedNode
@@ -198,9 +198,7 @@ class Matcher:
 
     def _acquire(self, match: Match, planner: LoadPlanner) -> None:
         """Which names are one memory, and new tensors for targets without memory: one for all names of it."""
-        shards = all_local_shards(match.wanted, self._context)
-        shapes = {n: row.shape for n, row in zip(shards, self._manifest.rows([*shards]), strict=True)}
-        match.ties = find_ties(shards, shapes, self._context.tensors)
+        match.ties = find_ties(match.wanted, self._context)
         for name, first in match.ties.items():
             if not _same_bytes(self._manifest, name, first):
                 raise TargetError(

@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 
 from hyper_ckpt.box import intersect
-from hyper_ckpt.contracts.platform import Carrier, LocalShard, TensorDescription, Tensors, sampled_fingerprint
+from hyper_ckpt.contracts.platform import (
+    Carrier,
+    LocalShard,
+    PlainTensor,
+    TensorDescription,
+    Tensors,
+    sampled_fingerprint,
+)
 from hyper_ckpt.errors import UnsupportedLayoutError, UnsupportedStateError
 from hyper_ckpt.layout import Boxes, Replicated
 from hyper_ckpt.values import ShardedTensor
@@ -64,6 +71,14 @@ class CompositeTensors(Tensors):
     def signature(self, value: Any) -> Hashable | None:
         part = self._part_of_type.get(type(value))
         return None if part is None else part.signature(value)
+
+    def plain(self, value: Any) -> PlainTensor | None:
+        part = self._part_of_type.get(type(value))
+        return None if part is None else part.plain(value)
+
+    def before_writes(self, values: Sequence[Any]) -> None:
+        for kind in set(map(type, values)):
+            self._part_of_type[kind].before_writes([value for value in values if type(value) is kind])
 
     def _part(self, value: Any) -> Tensors:
         known = self._part_of_type.get(type(value))

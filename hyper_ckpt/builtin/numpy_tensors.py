@@ -8,9 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from hyper_ckpt.contracts.platform import Carrier, LocalShard, TensorDescription, Tensors, sampled_fingerprint
+from hyper_ckpt.contracts.platform import (
+    Carrier,
+    LocalShard,
+    PlainTensor,
+    TensorDescription,
+    Tensors,
+    sampled_fingerprint,
+)
 from hyper_ckpt.dtypes import BY_NAME, dtype_of
 from hyper_ckpt.errors import TargetError, UnsupportedDtypeError, UnsupportedStateError
+from hyper_ckpt.host_memory import address_of
 from hyper_ckpt.layout import Replicated
 
 _REMEDIES = {
@@ -54,11 +62,18 @@ class NumpyTensors(Tensors):
 
     def storage_key(self, shard: LocalShard) -> Hashable | None:
         array: Carrier = shard.data
-        return memory_key(array.__array_interface__["data"][0], array.shape, array.strides, _dtype_name(array.dtype))
+        return memory_key(address_of(array), array.shape, array.strides, _dtype_name(array.dtype))
 
     def signature(self, value: Any) -> Hashable | None:
-        address = value.__array_interface__["data"][0]
+        address = address_of(value)
         return (type(value), value.dtype, value.shape, value.strides, address)
+
+    def plain(self, value: Any) -> PlainTensor | None:
+        flags = value.flags if type(value) is np.ndarray else None
+        if flags is None or not (flags.c_contiguous and flags.writeable and value.size):
+            return None
+        description = TensorDescription(_dtype_name(value.dtype), value.shape, Replicated())
+        return PlainTensor(description, address_of(value), value.nbytes)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

@@ -6,7 +6,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -46,6 +46,15 @@ class TensorDescription:
     shape: tuple[int, ...]
     layout: Layout
     has_memory: bool = True
+
+
+class PlainTensor(NamedTuple):
+    """A tensor that is whole on this rank and lies row-major, without gaps, in host memory that may be written: the
+    address and bytes of that."""
+
+    description: TensorDescription
+    address: int
+    nbytes: int
 
 
 class LocalShard(msgspec.Struct, frozen=True, eq=False):
@@ -215,6 +224,19 @@ class Tensors(ABC):
         """Equal for two tensors only if `describe` says the same of them, `local_shards` gives the same boxes, and
         `storage_key` the same keys. A save whose tensors have the signatures of an earlier one describes none of them
         again; so it must be much cheaper than these three. It keeps no tensor alive. None (inherited): unknown."""
+        return None
+
+    def plain(self, value: Any) -> PlainTensor | None:
+        """A tensor of which one call says all: its description, and where it lies. Neither empty nor on a device, none
+        that `describe` or `writable` refuses; its memory stays where it is while the value lives and is as it is.
+
+        None (inherited) for whatever is not so simple: `describe`, `local_shards`, `storage_key` and `writable` are
+        asked. A class that inherits it and changes what one of these says changes this as well. What it returns is
+        also said by these; it is worth having where tensors are very many and small."""
+        return None
+
+    def before_writes(self, values: Sequence[Any]) -> None:
+        """Told of plain tensors before a load writes into their memory, where `writable` would have been asked."""
         return None
 
 

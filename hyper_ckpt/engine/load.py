@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import itertools
@@ -17,7 +16,7 @@ import numpy.typing as npt
 
 from hyper_ckpt.box import IntArray, cut, offsets_inside, uncovered
 from hyper_ckpt.columns import Columns, Located
-from hyper_ckpt.contracts.platform import ByteBuffer, Carrier, LocalShard, Pending, Ranks, Stager
+from hyper_ckpt.contracts.platform import ByteBuffer, Carrier, Pending, Ranks, Stager
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.dtypes import dtype_of
 from hyper_ckpt.engine.budget import Budget
@@ -27,37 +26,46 @@ from hyper_ckpt.engine.stage import settle
 from hyper_ckpt.engine.stored import Stored
 from hyper_ckpt.engine.workers import Running, Task, run_all
 from hyper_ckpt.errors import PlanError, TargetError
-from hyper_ckpt.receipt import (
-    BLOCK_BYTES,
-)
+from hyper_ckpt.host_memory import array_at, region_of
+from hyper_ckpt.receipt import BLOCK_BYTES
 
 Rows = npt.NDArray[np.intp]
 
 
 class Target(msgspec.Struct, eq=False, gc=False):
-    """One shard to fill. `view` is its memory, or a staging buffer that is copied in at the end.
+    """A box to fill, of what this rank holds of a tensor.
 
-    `remaining` counts the boxes that are still to be filled. `keeps`: not all of it is filled while its buffer is
-    held, so that what it has must be copied out first.
+    Args:
+        memory: where it lies: an array, or the address of a plain tensor; None where `shard` is copied into.
+        shard: the platform's LocalShard; a plain tensor needs none.
+        staging: the buffer that `memory` shows meanwhile.
+        remaining: boxes that are still to be filled.
+        keeps: not all of it is filled while its buffer is held, so that what it has must be copied out first.
     """
 
     name: str
-    shard: LocalShard
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     dtype: str
-    view: Carrier | None
+    nbytes: int
+    memory: Carrier | int | None
+    shard: Any = None
     staging: ByteBuffer | None = None
     remaining: int = 0
     keeps: bool = False
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the shard."""
-        return math.prod(self.shard.sizes) * dtype_of(self.dtype).itemsize
-
-    @property
     def staged(self) -> bool:
         """Whether it is filled through a host buffer."""
-        return self.view is None or self.staging is not None
+        return self.memory is None or self.staging is not None
+
+    @property
+    def view(self) -> Carrier:
+        """Its memory as an array."""
+        if isinstance(self.memory, int):
+            self.memory = array_at(self.memory, self.nbytes, self.sizes, dtype_of(self.dtype).carrier)
+        assert self.memory is not None
+        return self.memory
 
 
 def refuse_shared_memory(targets: Mapping[str, Sequence[Target]], ties: Mapping[str, str]) -> None:
@@ -69,15 +77,15 @@ def refuse_shared_memory(targets: Mapping[str, Sequence[Target]], ties: Mapping[
     Raises:
         TargetError: names two of them.
     """
-    views = [(name, t.view) for name, own in targets.items() for t in own if t.view is not None and t.view.size]
-    regions = np.fromiter(itertools.chain.from_iterable([_region(view) for _, view in views]), np.int64)
+    filled = [t for own in targets.values() for t in own if t.memory is not None and t.nbytes]
+    regions = np.fromiter(itertools.chain.from_iterable(map(_region, filled)), np.int64)
     lows, highs = regions.reshape(-1, 2).T
     order = np.lexsort((highs, lows))
     if (highs[order[:-1]] <= lows[order[1:]]).all():
         return
     reach: list[tuple[int, str, Carrier]] = []  # regions that may go on
     for i in order.tolist():
-        low, high, (name, view) = int(lows[i]), int(highs[i]), views[i]
+        low, high, name, view = int(lows[i]), int(highs[i]), filled[i].name, filled[i].view
         name = ties.get(name, name)
         if reach:
             reach = [r for r in reach if r[0] > low]
@@ -90,14 +98,10 @@ def refuse_shared_memory(targets: Mapping[str, Sequence[Target]], ties: Mapping[
         reach.append((high, name, view))
 
 
-def _region(view: Carrier) -> tuple[int, int]:
-    """The addresses between which the elements of an array lie. It has some, and may be written."""
-    if view.flags.c_contiguous:
-        low = ctypes.addressof(ctypes.c_char.from_buffer(view.data))  # four times as fast as numpy's own ways
-        return low, low + view.nbytes
-    spans = [(n - 1) * step for n, step in zip(view.shape, view.strides, strict=True)]
-    low = view.__array_interface__["data"][0] + sum(min(s, 0) for s in spans)
-    return low, low + sum(abs(s) for s in spans) + view.itemsize
+def _region(target: Target) -> tuple[int, int]:
+    """The addresses between which a target lies."""
+    memory = target.memory
+    return (memory, memory + target.nbytes) if isinstance(memory, int) else region_of(target.view)
 
 
 def _overlap(one: Carrier, other: Carrier) -> bool:
@@ -163,11 +167,10 @@ class Loader:
         self._reading: list[Running] = []
         self._located_order = order
         self._located_want = job.located.want[order]
-        self._boxes = job.columns.boxes()
-        self._places = [self._find(row) for row in range(len(job.columns))]
+        self._places = [*self._find_all()]
         self._count_rows()
         self._batches = list(self._shared_batches())
-        largest = max((t.nbytes for ts in job.targets.values() for t in ts if t.view is None), default=0)
+        largest = max((t.nbytes for ts in job.targets.values() for t in ts if t.memory is None), default=0)
         scratch = SEGMENT_BYTES + 3 * BLOCK_BYTES
         need = max(2 * largest, self._shared_bytes(1)) + 3 * BLOCK_BYTES
         limit = max(default_host_bytes, need + scratch) if job.max_host_bytes is None else job.max_host_bytes
@@ -183,25 +186,25 @@ class Loader:
         rows_of: dict[int, list[int]] = {}
         for row, (target, _) in enumerate(self._places):
             target.remaining += 1
-            if target.view is None:
+            if target.memory is None:
                 rows_of.setdefault(id(target), []).append(row)
         for rows in rows_of.values():
             target = self._target(rows[0])[0]
-            target.keeps = self.nbytes[rows[0]] != target.nbytes and not self._fills(rows, target.shard)
+            target.keeps = self.nbytes[rows[0]] != target.nbytes and not self._fills(rows, target)
 
-    def _fills(self, rows: list[int], shard: LocalShard) -> bool:
+    def _fills(self, rows: list[int], target: Target) -> bool:
         """Whether wanted boxes fill a shard exactly once."""
-        d, columns = len(shard.sizes), self.job.columns
+        d, columns = len(target.sizes), self.job.columns
         offsets, whole = columns.offsets[rows], np.ones((1, columns.offsets.shape[1]), np.int64)
-        offsets[:, :d] -= np.array(shard.offsets, np.int64)
-        whole[0, :d] = shard.sizes
+        offsets[:, :d] -= np.array(target.offsets, np.int64)
+        whole[0, :d] = target.sizes
         return not len(uncovered(np.zeros(len(rows), np.int64), offsets, columns.sizes[rows], whole))
 
     def _shared_bytes(self, count: int) -> int:
         """The most bytes of buffers that are held while shared boxes are read, `count` batches at a time: for staged
         shards, from the first batch that fills a part of one to the last, and for messages."""
         batches = [[self._target(row)[0] for row in members] for _, _, members in self._batches]
-        last = {id(t): n for n, targets in enumerate(batches) for t in targets if t.view is None}
+        last = {id(t): n for n, targets in enumerate(batches) for t in targets if t.memory is None}
         messages = [int(self.nbytes[members].sum()) for _, _, members in self._batches]
         if not last:
             return max((sum(messages[max(n - count + 1, 0) : n + 1]) for n in range(len(messages))), default=0)
@@ -209,7 +212,7 @@ class Loader:
         most = 0
         for n, targets in enumerate(batches):
             begun = max(n - count + 1, 0)  # whose buffers are still held when this one opens
-            opened |= {id(t): t.nbytes for t in targets if t.view is None}
+            opened |= {id(t): t.nbytes for t in targets if t.memory is None}
             opened = {key: nbytes for key, nbytes in opened.items() if last[key] >= begun}
             most = max(most, sum(opened.values()) + sum(messages[begun : n + 1]))
         return most
@@ -247,7 +250,7 @@ class Loader:
         # What nobody waits for comes last.
         alone = np.flatnonzero(self.job.columns.group < 0).tolist()
         direct = [r for r in alone if not self._places[r][0].staged]
-        run_all(self.all_tasks([(r, self.destination(r)) for r in direct]), self.job.threads)
+        run_all(self._direct_tasks(direct), self.job.threads)
         for rows in self._staging_batches([r for r in alone if self._places[r][0].staged]):
             self._open(rows)
             run_all(self.all_tasks([(r, self.destination(r)) for r in rows]), self.job.threads)
@@ -332,10 +335,10 @@ class Loader:
         kept: list[tuple[Target, ByteBuffer]] = []
         for row in rows:
             target, _ = self._target(row)
-            if target.view is None:
+            if target.memory is None:
                 target.staging = self.take(target.nbytes)
                 flat = target.staging[: target.nbytes].view(dtype_of(target.dtype).carrier)
-                target.view = flat.reshape(target.shard.sizes)
+                target.memory = flat.reshape(target.sizes)
                 if target.keeps:
                     kept.append((target, target.staging))
         self._copy(self.job.stager.copy_out(target.shard, buffer) for target, buffer in kept)
@@ -363,7 +366,7 @@ class Loader:
         self._copy(self.job.stager.copy_in(buffer, target.shard) for target, buffer in filled)
         for target, buffer in filled:
             self.give(buffer)
-            target.view, target.staging = None, None
+            target.memory, target.staging = None, None
 
     def _copy(self, copies: Iterable[Pending]) -> None:
         """Starts copies, then waits for all of them, also where one fails."""
@@ -376,27 +379,39 @@ class Loader:
             settle(started)
             raise
 
-    def _target(self, row: int) -> tuple[Target, tuple[int, ...]]:
-        """The shard that a wanted box lies in, and the box's offsets inside it."""
+    def _target(self, row: int) -> tuple[Target, tuple[int, ...] | None]:
+        """The target that a wanted box lies in, and the box's offsets inside it; None where it is all of it."""
         return self._places[row]
 
-    def _find(self, row: int) -> tuple[Target, tuple[int, ...]]:
-        offsets, sizes = self._boxes[row]
-        name = self.job.columns.table.names[int(self.job.columns.tensor[row])]
-        for target in self.job.targets[name]:
-            if target.shard.sizes == sizes and target.shard.offsets == offsets:  # mostly all of it
-                return target, (0,) * len(sizes)
-            low = offsets_inside(offsets, sizes, target.shard.offsets, target.shard.sizes)
+    def _find_all(self) -> Iterator[tuple[Target, tuple[int, ...] | None]]:
+        columns, table = self.job.columns, self.job.columns.table
+        shapes = table.padded_shapes()[columns.tensor]
+        whole = (columns.offsets == 0).all(axis=1) & (columns.sizes == shapes).all(axis=1)
+        for row, (number, is_whole) in enumerate(zip(columns.tensor.tolist(), whole.tolist(), strict=True)):
+            targets = self.job.targets[table.names[number]]
+            # Told without looking at boxes one by one: mostly all are so.
+            alike = is_whole and targets and targets[0].sizes == table.shapes[number]
+            yield (targets[0], None) if alike else self._find(row, targets)
+
+    def _find(self, row: int, targets: Sequence[Target]) -> tuple[Target, tuple[int, ...] | None]:
+        offsets, sizes = self._box(row)
+        for target in targets:
+            if target.sizes == sizes and target.offsets == offsets:
+                return target, None
+            low = offsets_inside(offsets, sizes, target.offsets, target.sizes)
             if low is not None:
                 return target, low
+        name = self.job.columns.table.names[int(self.job.columns.tensor[row])]
         raise PlanError(f"the plan wants {name!r} at {offsets}, which this rank does not hold")
 
     def destination(self, row: int) -> Carrier:
         """The memory of a wanted box."""
         target, low = self._places[row]
-        _, sizes = self._boxes[row]
-        assert target.view is not None
-        return target.view if target.view.shape == sizes else cut(target.view, low, sizes)
+        return target.view if low is None else cut(target.view, low, self._box(row)[1])
+
+    def _box(self, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Offsets and sizes of a wanted box."""
+        return self.job.columns.boxes()[row]
 
     def _piece(self, i: int) -> tuple[Piece, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
         located, columns = self.job.located, self.job.columns
@@ -410,10 +425,26 @@ class Loader:
         piece = self.job.stored.piece(name, int(located.file[i]), int(located.start[i]), nbytes)
         return piece, shape, offsets, sizes, itemsize
 
+    def _direct_tasks(self, rows: Sequence[int]) -> Iterator[Task]:
+        """Tasks that fill wanted boxes where they lie. Small pieces that fill plain tensors make no array of each."""
+        small: list[int] = []
+        targets: list[Carrier | int] = []
+        others: list[tuple[int, Carrier]] = []
+        for row in rows:
+            target, low = self._places[row]
+            i = self._small_whole.get(row)
+            if i is not None and low is None and isinstance(target.memory, int):
+                small.append(i)
+                targets.append(target.memory)
+            else:
+                others.append((row, self.destination(row)))
+        yield from self._small_tasks(small, targets)
+        yield from self.all_tasks(others)
+
     def all_tasks(self, wanted: Sequence[tuple[int, Carrier]]) -> Iterator[Task]:
         """Tasks that fill wanted boxes, given with their memory. Small pieces wanted whole are read together."""
         small: list[int] = []
-        targets: list[Carrier] = []
+        targets: list[Carrier | int] = []
         for row, destination in wanted:
             i = self._small_whole.get(row)
             if i is not None and destination.flags.c_contiguous:
@@ -421,12 +452,13 @@ class Loader:
                 targets.append(destination)
             else:
                 yield from self._read_tasks(row, destination)
-        if small:
-            yield from self._small_tasks(np.array(small), targets)
+        yield from self._small_tasks(small, targets)
 
-    def _small_tasks(self, located: IntArray, targets: Sequence[Carrier]) -> Iterator[Task]:
-        """Tasks that fill targets with small stored pieces, given as rows of what was located; file by file."""
-        job = self.job
+    def _small_tasks(self, small: Sequence[int], targets: Sequence[Carrier | int]) -> Iterator[Task]:
+        """Tasks that fill contiguous targets with small pieces, given as rows of what was located; file by file."""
+        if not small:
+            return
+        job, located = self.job, np.array(small)
         order = np.lexsort((job.located.start[located], job.located.file[located]))
         for part in np.split(order, np.flatnonzero(np.diff(job.located.file[located][order])) + 1):
             rows = located[part]
@@ -448,7 +480,7 @@ class Loader:
     def _read_tasks(self, row: int, destination: Carrier) -> Iterator[Task]:
         """Tasks that fill a wanted box from the stored pieces."""
         low, high = np.searchsorted(self._located_want, [row, row + 1])
-        base = self._boxes[row][0]
+        base = self._box(row)[0]
         for i in self._located_order[low:high].tolist():
             piece, shape, offsets, sizes, itemsize = self._piece(i)
             at = self.job.located.offsets[i, : len(base)].tolist()

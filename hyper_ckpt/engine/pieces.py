@@ -18,6 +18,7 @@ from hyper_ckpt.engine.budget import Budget
 from hyper_ckpt.engine.digest import Digests, block_count, block_digest
 from hyper_ckpt.engine.workers import Task
 from hyper_ckpt.errors import DigestError
+from hyper_ckpt.host_memory import bytes_at
 from hyper_ckpt.receipt import BLOCK_BYTES
 
 RUN_BYTES = 32 * BLOCK_BYTES
@@ -88,14 +89,14 @@ class PieceReader:
             inner = cut(target, [a - o for a, o in zip(low, offsets, strict=True)], part)
             yield lambda low=low, part=part, inner=inner: self._read_slab(piece, strides, low, part, inner)  # type: ignore[misc]
 
-    def small_tasks(self, pieces: SmallPieces, targets: Sequence[Carrier]) -> Iterator[Task]:
-        """Tasks that fill contiguous targets with small pieces, whole, many to a task."""
+    def small_tasks(self, pieces: SmallPieces, targets: Sequence[Carrier | int]) -> Iterator[Task]:
+        """Tasks that fill contiguous targets, arrays or addresses, with small pieces, whole, many to a task."""
         batch = np.cumsum(pieces.sizes) // (BLOCK_BYTES - SMALL_BYTES)
         bounds = [0, *(np.flatnonzero(np.diff(batch)) + 1).tolist(), len(targets)]
         for low, high in itertools.pairwise(bounds):
             yield lambda low=low, high=high: self._read_small(pieces, targets, low, high)  # type: ignore[misc]
 
-    def _read_small(self, pieces: SmallPieces, targets: Sequence[Carrier], low: int, high: int) -> None:
+    def _read_small(self, pieces: SmallPieces, targets: Sequence[Carrier | int], low: int, high: int) -> None:
         """Reads pieces side by side into one buffer, those that follow each other at once, and passes them on."""
         bases, sizes = pieces.bases[low:high], pieces.sizes[low:high]
         ends = np.cumsum(sizes)
@@ -115,7 +116,8 @@ class PieceReader:
                     if digest is not None and block_digest(block) != digest:
                         number = int(np.searchsorted(ends, end))
                         raise self._damaged(pieces.names[low + number], pieces.file, int(bases[number]), len(block))
-                    target.data.cast("B")[:] = block
+                    into = bytes_at(target, end - at) if isinstance(target, int) else target.data.cast("B")
+                    into[:] = block
                     at = end
             finally:
                 self.stager.release(buffer)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
-from hyper_ckpt.contracts.planner import PlanContext
+from hyper_ckpt.contracts.planner import OwnBoxes, PlanContext
 from hyper_ckpt.contracts.platform import LocalShard, TensorDescription, Tensors
 from hyper_ckpt.description import (
     Description,
@@ -51,12 +51,17 @@ def describe_all(tensors: Mapping[str, Any], context: PlanContext) -> list[Tenso
     return [describe_tensor(name, value, context) for name, value in tensors.items()]
 
 
-def all_local_shards(tensors: Mapping[str, Any], context: PlanContext) -> dict[str, list[LocalShard]]:
-    """The shards of many tensors; errors name the first that has none to give."""
-    try:
-        return dict(zip(tensors, map(context.tensors.local_shards, tensors.values()), strict=True))
-    except UnsupportedStateError:
-        return {name: local_shards(name, value, context) for name, value in tensors.items()}
+def own_boxes(tensors: Mapping[str, Any], context: PlanContext) -> OwnBoxes:
+    """The boxes that this rank holds of many tensors, empty ones included."""
+    boxes: OwnBoxes = []
+    for name, value in tensors.items():
+        plain = context.tensors.plain(value)
+        if plain is not None:
+            shape = plain.description.shape
+            boxes.append((name, (0,) * len(shape), shape))
+        else:
+            boxes += [(name, s.offsets, s.sizes) for s in local_shards(name, value, context)]
+    return boxes
 
 
 class _Described(NamedTuple):
@@ -104,14 +109,11 @@ def _describe(
     builder = StructureBuilder()
     records: list[TensorRecord] = []
     boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
-    shapes: dict[str, tuple[int, ...]] = {}
     replicated = []
     tensors = {name: tensors[name] for name in names}
-    shards = all_local_shards(tensors, context)
     for number, (name, description) in enumerate(zip(names, describe_all(tensors, context), strict=True)):
         if saving and not description.has_memory:
             raise UnsupportedStateError(f"{name!r} is only described (on the meta device) and holds nothing to save")
-        shapes[name] = description.shape
         records.append(builder.record(name, description.dtype, description.shape, description.layout))
         if isinstance(description.layout, Boxes):
             boxes += [(number, offsets, sizes) for offsets, sizes in description.layout.boxes]
@@ -121,28 +123,30 @@ def _describe(
         tuple(pack_ranks(m) for m in builder.meshes),
         tuple(boxes),
         (),
-        tuple(find_ties(shards, shapes, context.tensors).items()),
-        tuple([name for name, own in shards.items() if all(0 in s.sizes for s in own)]),
+        tuple(find_ties(tensors, context).items()),
+        tuple([name for name, value in tensors.items() if _is_empty(name, value, context)]),
     )
     found = Description(Structure(tuple(records), builder.layouts, skeleton), part, (b"",) * len(records))
     return found, replicated
 
 
-def find_ties(
-    shards: Mapping[str, list[LocalShard]], shapes: Mapping[str, tuple[int, ...]], tensors: Tensors
-) -> dict[str, str]:
-    """Names whose non-empty shards are the same elements of the same memory, each with the first such name.
+def _is_empty(name: str, value: Any, context: PlanContext) -> bool:
+    """Whether this rank holds no element of it."""
+    return context.tensors.plain(value) is None and all(0 in s.sizes for s in local_shards(name, value, context))
 
-    `shapes` are the global ones: a shard of one tensor may be all of another.
-    """
-    keys_of_all = [*map(tensors.storage_key, [shard for own in shards.values() for shard in own])]
-    if len(set(keys_of_all)) == len(keys_of_all):  # mostly
+
+def find_ties(tensors: Mapping[str, Any], context: PlanContext) -> dict[str, str]:
+    """Names whose non-empty shards are the same elements of the same memory, each with the first such name."""
+    plain = [*map(context.tensors.plain, tensors.values())]
+    if len({each.address for each in plain if each is not None}) == len(tensors):
         return {}
     names_of: dict[object, list[str]] = {}
-    for name, own in shards.items():
-        keys = [(s.offsets, tensors.storage_key(s)) for s in own if 0 not in s.sizes]
+    storage_key = context.tensors.storage_key
+    for (name, value), description in zip(tensors.items(), describe_all(tensors, context), strict=True):
+        keys = [(s.offsets, storage_key(s)) for s in local_shards(name, value, context) if 0 not in s.sizes]
         if keys and all([key is not None for _, key in keys]):  # noqa: C419  # a generator takes twice as long
-            names_of.setdefault((shapes[name], *keys), []).append(name)
+            # The global shape belongs to it: a shard of one tensor may be all of another.
+            names_of.setdefault((description.shape, *keys), []).append(name)
     tied = [sorted(names) for names in names_of.values() if len(names) > 1]
     return dict(sorted([(name, first) for first, *others in tied for name in others]))
 

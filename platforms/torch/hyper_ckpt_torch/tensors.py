@@ -15,6 +15,7 @@ from hyper_ckpt.contracts.platform import (
     WHOLE_FINGERPRINT_BYTES,
     Carrier,
     LocalShard,
+    PlainTensor,
     TensorDescription,
     Tensors,
     sampled_fingerprint,
@@ -84,10 +85,7 @@ class TorchTensors(Tensors):
         form = _form_of_target(tensor)
         if not tensor.is_cpu:
             return None
-        if not tensor.is_inference():
-            # Writes through numpy go past autograd: without this, a backward pass that saved the old
-            # values would go on with the new ones in silence.
-            torch.autograd.graph.increment_version(tensor)
+        _count_write(tensor)
         return _carriers(tensor, form)
 
     def fingerprint(self, shards: Sequence[LocalShard]) -> bytes:
@@ -121,6 +119,22 @@ class TorchTensors(Tensors):
         local = _signature(dtensor._local_tensor)
         return None if local is None else (type(value), *self._layouts.signature(dtensor), value.shape, local)
 
+    def plain(self, value: Any) -> PlainTensor | None:
+        kind: Any = type(value)
+        if not _is_ordinary(kind) or not value.is_cpu or value.layout is not torch.strided:
+            return None
+        if value.is_quantized or value.is_nested or value.is_conj() or value.is_neg() or value.dtype not in NAMES:
+            return None
+        form = _form(value.dtype, value.shape, value.stride())
+        nbytes = form.dense_nbytes
+        if not nbytes or value.storage_offset() * form.carrier.itemsize + nbytes > value.untyped_storage().nbytes():
+            return None
+        return PlainTensor(form.description, value.data_ptr(), nbytes)
+
+    def before_writes(self, values: Sequence[Any]) -> None:
+        for value in values:
+            _count_write(value)
+
     def _view_or_samples(self, shard: LocalShard) -> Carrier:
         view = self.host_view(shard)
         return view if view is not None else device_samples(shard.data)
@@ -132,6 +146,13 @@ def _signature(tensor: torch.Tensor) -> Hashable | None:
         return None
     memory = (tensor.data_ptr(), tensor.untyped_storage().nbytes(), tensor.device)
     return (type(tensor), tensor.dtype, tensor.shape, tensor.stride(), memory)
+
+
+def _count_write(tensor: torch.Tensor) -> None:
+    """Writes into memory go past autograd: without this, a backward pass that saved the old values would go on with the
+    new ones in silence."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -208,13 +229,16 @@ def _carriers(tensor: torch.Tensor, form: _Form) -> Carrier:
 
 class _Form(NamedTuple):
     """How elements lie in memory: shape, strides in bytes, the type of all the memory they span (None: there are no
-    elements), and whether elements share memory."""
+    elements), whether elements share memory, bytes where they lie row-major without gaps, else 0, and the description
+    of a plain tensor of this kind."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     carrier: np.dtype[Any]
     memory: Any
     overlaps: bool
+    dense_nbytes: int
+    description: TensorDescription
 
 
 @functools.lru_cache(maxsize=4096)  # thousands of tensors have a few shapes
@@ -224,13 +248,23 @@ def _form(dtype: torch.dtype, shape: torch.Size, steps: tuple[int, ...]) -> _For
     span = sum([(n - 1) * step for n, step in zip(shape, steps, strict=True)]) + 1
     memory = None if 0 in shape else ctypes.c_uint8 * (span * carrier.itemsize)
     strides = tuple([step * carrier.itemsize for step in steps])
-    return _Form(tuple(shape), strides, carrier, memory, overlaps_itself(shape, steps, 1))
+    count = 1
+    for length, step in zip(reversed(shape), reversed(steps), strict=True):
+        count = count * length if length == 1 or step == count else 0
+    nbytes, overlaps = count * carrier.itemsize, overlaps_itself(shape, steps, 1)
+    return _Form(tuple(shape), strides, carrier, memory, overlaps, nbytes, _whole(dtype, shape, True))
 
 
 @functools.lru_cache(maxsize=4096)
 def _whole(dtype: torch.dtype, shape: torch.Size, has_memory: bool) -> TensorDescription:
     """The description of a plain tensor."""
     return TensorDescription(_dtype_name(dtype), tuple(shape), Replicated(), has_memory)
+
+
+@functools.lru_cache(maxsize=256)
+def _is_ordinary(kind: Any) -> bool:
+    """Whether it is a class of tensors that are their elements, whole on this rank."""
+    return issubclass(kind, torch.Tensor) and _has_own_data(kind) and not _is_old_sharded(kind)
 
 
 @functools.lru_cache(maxsize=256)
