@@ -74,7 +74,14 @@ class CompositeTensors(Tensors):
 
     def plain(self, value: Any) -> PlainTensor | None:
         part = self._part_of_type.get(type(value))
-        return None if part is None else part.plain(value)
+        if part is not None:
+            return part.plain(value)
+        for each in self._parts:
+            found = each.plain(value)
+            if found is not None:
+                self._part_of_type[type(value)] = each
+                return found
+        return None
 
     def before_writes(self, values: Sequence[Any]) -> None:
         for kind in set(map(type, values)):

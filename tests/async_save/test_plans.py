@@ -142,16 +142,20 @@ def test_another_option_or_planner_is_a_miss(options: dict[str, Any]) -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The shapes of the arrays that were described."""
+    """The shapes of the arrays that were described, one by one or as plain ones."""
     seen: list[str] = []
-    describe = NumpyTensors.describe
 
-    def noted(tensors: NumpyTensors, value: Any) -> Any:
-        if isinstance(value, np.ndarray):
-            seen.append(str(value.shape))
-        return describe(tensors, value)
+    def noted(inner: Callable[[NumpyTensors, Any], Any]) -> Callable[[NumpyTensors, Any], Any]:
+        def ask(tensors: NumpyTensors, value: Any) -> Any:
+            found = inner(tensors, value)
+            if found is not None:
+                seen.append(str(value.shape))
+            return found
 
-    monkeypatch.setattr(NumpyTensors, "describe", noted)
+        return ask
+
+    monkeypatch.setattr(NumpyTensors, "describe", noted(NumpyTensors.describe))
+    monkeypatch.setattr(NumpyTensors, "plain", noted(NumpyTensors.plain))
     return seen
 
 

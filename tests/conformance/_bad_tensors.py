@@ -12,15 +12,17 @@ from hyper_ckpt.contracts.platform import (
     WHOLE_FINGERPRINT_BYTES,
     Carrier,
     LocalShard,
+    PlainTensor,
     TensorDescription,
     sampled_fingerprint,
 )
 from hyper_ckpt.errors import UnsupportedDtypeError
+from hyper_ckpt.host_memory import address_of
 from hyper_ckpt.layout import Replicated
 from hyper_ckpt.testing.conformance.probe import PlatformProbe
 
 from ._bad_stager import OutIgnoresTheStream
-from ._parts import DeviceProbe, GoodTensors, Meta, MetaProbe, MetaTensors, PartsProbe
+from ._parts import DeviceProbe, GoodTensors, Meta, MetaProbe, MetaTensors, PartsProbe, PlainTensors
 
 FEW = ("float32", "float64", "uint8")
 
@@ -248,12 +250,44 @@ class NoKeys(GoodTensors):
         return None
 
 
+class PlainWhateverStrides(PlainTensors):
+    def plain(self, value: Any) -> PlainTensor | None:
+        return self.as_it_is(value) if isinstance(value, np.ndarray) and value.size else None
+
+    def as_it_is(self, value: Any) -> PlainTensor:
+        description = self.describe(value)
+        assert description is not None
+        return PlainTensor(description, address_of(value), value.nbytes)
+
+
+class PlainReadOnly(PlainWhateverStrides):
+    """Repeated rows are taken for an array."""
+
+    def plain(self, value: Any) -> PlainTensor | None:
+        repeated = isinstance(value, np.ndarray) and 0 in value.strides
+        return self.as_it_is(value) if repeated else super(PlainWhateverStrides, self).plain(value)
+
+
+class PlainCopies(PlainTensors):
+    """The address of a copy."""
+
+    def plain(self, value: Any) -> PlainTensor | None:
+        got = super().plain(value)
+        self.copy = np.copy(value)
+        return got and PlainTensor(got.description, address_of(self.copy), got.nbytes)
+
+
 Pair = tuple[Callable[[], PlatformProbe | str], Callable[[], PlatformProbe | str]]
 
 
 def of(tensors: type[GoodTensors]) -> Pair:
     """The bad plugin, and the good one that it was."""
     return (lambda: PartsProbe(tensors)), PartsProbe
+
+
+def plain(tensors: type[PlainTensors]) -> Pair:
+    """The same, of platforms that have plain tensors."""
+    return (lambda: PartsProbe(tensors)), lambda: PartsProbe(PlainTensors)
 
 
 BAD_TENSORS: dict[str, Pair] = {
@@ -285,6 +319,8 @@ BAD_TENSORS: dict[str, Pair] = {
     "storage_keys_of_other_elements_differ": of(KeysOfAddresses),
     "storage_keys_of_empty_tensors_are_none": of(KeysOfNothing),
     "equal_signatures_mean_equal_answers": of(SignaturesOfShapes),
+    "plain_tensors_are_what_the_others_say": plain(PlainWhateverStrides),
+    "plain_tensors_are_changed_by_writes": plain(PlainCopies),
     "the_spec_names_the_modules_of_its_tensors": (lambda: "spec_probes:OtherModules", lambda: "spec_probes:Good"),
     "load_gives_the_same_platform_again": (lambda: "spec_probes:ANewOneEachTime", lambda: "spec_probes:Good"),
     "a_state_finds_its_platform": (lambda: "spec_probes:OtherModules", lambda: "spec_probes:Good"),
@@ -300,4 +336,6 @@ BAD_TENSORS: dict[str, Pair] = {
 MORE_BAD_TENSORS: list[tuple[str, Pair]] = [
     ("storage_keys_of_other_elements_differ", of(KeysOfBlocks)),
     ("equal_signatures_mean_equal_answers", of(SignaturesOfAddresses)),
+    ("plain_tensors_are_what_the_others_say", plain(PlainReadOnly)),
+    ("plain_tensors_are_what_the_others_say", plain(PlainCopies)),
 ]

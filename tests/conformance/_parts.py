@@ -18,6 +18,7 @@ from hyper_ckpt.contracts.platform import (
     LocalShard,
     Mailbox,
     Pending,
+    PlainTensor,
     Platform,
     Ranks,
     Stager,
@@ -59,6 +60,14 @@ class GoodTensors(Tensors):
     def signature(self, value: Any) -> Hashable | None:
         self.inner.describe(value)  # a composite knows signatures of what it has described
         return self.inner.signature(value)
+
+
+class PlainTensors(GoodTensors):
+    """Says of plain arrays all at once, as numpy's do."""
+
+    def plain(self, value: Any) -> PlainTensor | None:
+        self.inner.describe(value)  # a composite knows what is plain of what it has described
+        return self.inner.plain(value)
 
 
 class GoodRanks(Ranks):

@@ -12,6 +12,7 @@ from types import TracebackType
 from hyper_ckpt.errors import PluginError
 from hyper_ckpt.testing.conformance.check import Check, NotApplicable, PluginRaised, raised
 from hyper_ckpt.testing.conformance.making import making
+from hyper_ckpt.testing.conformance.plain import plain
 from hyper_ckpt.testing.conformance.prints import prints
 from hyper_ckpt.testing.conformance.probe import PlatformProbe
 from hyper_ckpt.testing.conformance.ranks import world
@@ -27,7 +28,7 @@ from hyper_ckpt.testing.processes import free_port
 
 PLATFORM_CHECKS: tuple[Check, ...] = tuple(
     check
-    for part in (tensors, prints, stager, making, spec_alone, whole, world, spec_world, sharded, world_saves)
+    for part in (tensors, plain, prints, stager, making, spec_alone, whole, world, spec_world, sharded, world_saves)
     for check in part.checks
 )
 

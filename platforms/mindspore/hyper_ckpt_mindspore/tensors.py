@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from hyper_ckpt.contracts.platform import (
     WHOLE_FINGERPRINT_BYTES,
     Carrier,
     LocalShard,
+    PlainTensor,
     TensorDescription,
     Tensors,
     sampled_fingerprint,
@@ -122,6 +124,18 @@ class MindSporeTensors(Tensors):
         finish()  # the memory is there only when the tensor was computed
         return (str(value.dtype), value.shape, tuple(value.stride()), value.data_ptr(), str(value.device))
 
+    def plain(self, value: Any) -> PlainTensor | None:
+        known = type(value) in (ms.Tensor, ms.Parameter) and not value.has_init and not value.is_meta
+        if not known or not self._device.on_host(value) or not value.is_contiguous():
+            return None
+        if str(value.dtype) not in NAMES or self._layouts.of(value) is not None:
+            return None
+        description, nbytes = _whole(str(value.dtype), tuple(value.shape))
+        if not nbytes:
+            return None
+        finish()  # the memory is there only when the tensor was computed
+        return PlainTensor(description, value.data_ptr(), nbytes)
+
     def _view_or_samples(self, shard: LocalShard) -> Carrier:
         view = self.host_view(shard)
         return view if view is not None else device_samples(shard.data, self._device)
@@ -186,6 +200,13 @@ def _carriers(tensor: ms.Tensor) -> Carrier:
     memory: Any = (ctypes.c_uint8 * span).from_address(tensor.data_ptr())
     memory.owner = tensor  # the array keeps `memory`, and that keeps the tensor
     return np.ndarray(shape, carrier, memory, 0, strides)
+
+
+@functools.lru_cache(maxsize=4096)  # thousands of tensors have a few shapes
+def _whole(dtype: str, shape: tuple[int, ...]) -> tuple[TensorDescription, int]:
+    """The description of a plain tensor, and its bytes; 0 of one that has no shape yet."""
+    count = 0 if any(length < 0 for length in shape) else math.prod(shape)
+    return TensorDescription(NAMES[dtype], shape, Replicated()), count * BY_NAME[NAMES[dtype]].itemsize
 
 
 def _dtype_name(dtype: Any) -> str:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+import hyper_ckpt
 from hyper_ckpt.builtin.numpy_tensors import NumpyTensors
 from hyper_ckpt.contracts.platform import LocalShard, TensorDescription, sampled_fingerprint
 from hyper_ckpt.dtypes import BY_NAME, TABLE
@@ -170,11 +171,9 @@ def test_signatures():
     assert len({TENSORS.signature(t) for t in other}) == len(other)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of its quantized and nested tensors
-def test_what_is_not_plainly_memory_has_no_signature():
+def not_plainly_memory() -> list[torch.Tensor]:
     complex_ones = torch.ones(3, dtype=torch.complex64)
-    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
-    odd = [
+    return [
         torch.ones(3, device="meta"),
         complex_ones.conj(),
         complex_ones.conj().imag,
@@ -182,6 +181,12 @@ def test_what_is_not_plainly_memory_has_no_signature():
         torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
         torch.nn.UninitializedParameter(),
     ]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of its quantized and nested tensors
+def test_what_is_not_plainly_memory_has_no_signature():
+    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+    odd = not_plainly_memory()
     assert [TENSORS.signature(each) for each in odd] == [None] * len(odd)
     assert TENSORS.signature(quantized) != TENSORS.signature(quantized.int_repr())
 
@@ -203,6 +208,48 @@ def test_memory_that_was_shrunk_is_refused(view):
     with pytest.raises(UnsupportedStateError, match="16 bytes of memory"):
         TENSORS.describe(shown)
     assert TENSORS.signature(shown) != before
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_plain_tensors(name):
+    base = random_tensor(name, 6, 5, 4)
+    for tensor in (base, base[2:4], base[5, 4, 3], base.detach(), torch.empty(0, 3, dtype=base.dtype)):
+        got = TENSORS.plain(tensor)
+        view = TENSORS.writable(whole(tensor))
+        assert (got is None) == (tensor.numel() == 0)
+        if got is not None:
+            assert got == (TENSORS.describe(tensor), view.ctypes.data, view.nbytes)
+    assert TENSORS.plain(base.permute(2, 0, 1)) is None
+    assert TENSORS.plain(base[:, 1:]) is None
+    assert TENSORS.plain(base[:1].expand(3, 5, 4)) is None
+    assert TENSORS.plain(base[:, :1, :1].transpose(1, 2)[:1]) is not None  # strides of single elements don't count
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns of quantized and nested ones
+def test_what_is_not_so_simple_is_not_plain():
+    shrunk = torch.arange(4000.0)
+    shrunk.untyped_storage().resize_(16)
+    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+    unknown = [torch.zeros(3, dtype=torch.complex32), torch.zeros(4, dtype=torch.uint8).view(torch.bits8)]
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    odd = [*not_plainly_memory(), shrunk, freed(), fake(), quantized, *unknown, jagged, np.ones(3), 1.0, None]
+    assert [TENSORS.plain(each) for each in odd] == [None] * len(odd)
+    assert TENSORS.plain(torch.nn.Parameter(torch.ones(3))) is not None
+    assert TENSORS.plain(torch.nn.Buffer(torch.ones(3))) is not None
+
+
+def test_autograd_notices_a_load_into_a_plain_tensor(tmp_path):
+    hyper_ckpt.save({"w": torch.ones(3)}, tmp_path / "ckpt", durable=False)
+    weight = torch.full((3,), 2.0, requires_grad=True)
+    loss = (weight * weight).sum()
+    hyper_ckpt.load({"w": weight}, tmp_path / "ckpt")
+    assert weight.tolist() == [1.0] * 3
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():
+        frozen = torch.zeros(3)
+    hyper_ckpt.load({"w": frozen}, tmp_path / "ckpt")
+    assert frozen.tolist() == [1.0] * 3
 
 
 def test_meta_tensors_have_no_memory():
