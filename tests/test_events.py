@@ -112,6 +112,7 @@ def test_reading_and_saving_alone_are_told(recorder: Recorder, tmp_path: Path) -
 
 def test_progress_adds_up(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hyper_ckpt.api.reporting._INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr("hyper_ckpt.engine.blocks.GROUP_BYTES", 8 << 20)
     big = {"w": np.zeros(48 << 20, np.uint8)}
     hyper_ckpt.save(big, tmp_path / "c", threads=2)
     hyper_ckpt.load(big, tmp_path / "c", threads=2)

@@ -73,15 +73,13 @@ class CompositeTensors(Tensors):
         return None if part is None else part.signature(value)
 
     def plain(self, value: Any) -> PlainTensor | None:
+        if type(value) not in self._part_of_type:  # whose it is only describing tells
+            try:
+                self.describe(value)
+            except UnsupportedStateError:
+                return None
         part = self._part_of_type.get(type(value))
-        if part is not None:
-            return part.plain(value)
-        for each in self._parts:
-            found = each.plain(value)
-            if found is not None:
-                self._part_of_type[type(value)] = each
-                return found
-        return None
+        return None if part is None else part.plain(value)
 
     def before_writes(self, values: Sequence[Any]) -> None:
         for kind in set(map(type, values)):

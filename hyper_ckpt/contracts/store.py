@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-import functools
+import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 Bytes = bytes | bytearray | memoryview
-ReadInto = Callable[[Sequence[tuple[int, int]], Sequence[memoryview]], None]
-"""`ByteStore.read_into` of one object."""
+ReadAt = Callable[[Sequence[memoryview], int], int]
+"""Fills buffers, one after the other, with the bytes of an object from one of them on. Returns how many it filled."""
 
 _READ_ATTEMPTS = 50
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.1
@@ -137,13 +137,21 @@ class ByteStore(ABC):
             CheckpointReplacedError: what is there is not what was expected; nothing was changed.
         """
 
-    def reader(self, name: str) -> AbstractContextManager[ReadInto]:
-        """`read_into` of one object, for many reads in a row: what is given takes ranges and buffers, from one thread.
+    def reader(self, name: str) -> AbstractContextManager[ReadAt]:
+        """Reads of one object, many in a row and from one thread, with as little around each as can be: between a block
+        and its digest every step of Python costs. What is given may fill less than it should, or raise OSError:
+        `read_into` then does it, or says what is wrong.
 
         Raises:
             MissingFileError: there is no such object, here or at the first read.
         """
-        return nullcontext(functools.partial(self.read_into, name))
+
+        def read_at(buffers: Sequence[memoryview], start: int) -> int:
+            ends = [*itertools.accumulate([buffer.nbytes for buffer in buffers], initial=start)]
+            self.read_into(name, [(at, end - at) for at, end in itertools.pairwise(ends)], buffers)
+            return ends[-1] - start
+
+        return nullcontext(read_at)
 
     def reading(self) -> AbstractContextManager[None]:
         """Entered around many reads, by one thread or several: what one opens may stay open for the next. An

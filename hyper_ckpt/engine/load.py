@@ -19,8 +19,9 @@ from hyper_ckpt.columns import Columns, Located
 from hyper_ckpt.contracts.platform import ByteBuffer, Carrier, Pending, Ranks, Stager
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.dtypes import dtype_of
+from hyper_ckpt.engine.blocks import BlockRun, Piece
 from hyper_ckpt.engine.budget import Budget
-from hyper_ckpt.engine.pieces import SEGMENT_BYTES, SMALL_BYTES, Piece, PieceReader
+from hyper_ckpt.engine.pieces import SEGMENT_BYTES, SMALL_BYTES, PieceReader
 from hyper_ckpt.engine.shared import SharedPart
 from hyper_ckpt.engine.stage import settle
 from hyper_ckpt.engine.stored import Stored
@@ -445,14 +446,16 @@ class Loader:
         """Tasks that fill wanted boxes, given with their memory. Small pieces wanted whole are read together."""
         small: list[int] = []
         targets: list[Carrier | int] = []
+        whole: list[BlockRun] = []
         for row, destination in wanted:
             i = self._small_whole.get(row)
             if i is not None and destination.flags.c_contiguous:
                 small.append(i)
                 targets.append(destination)
             else:
-                yield from self._read_tasks(row, destination)
+                yield from self._read_tasks(row, destination, whole)
         yield from self._small_tasks(small, targets)
+        yield from self._reader.block_tasks(whole, self.job.threads)
 
     def _small_tasks(self, small: Sequence[int], targets: Sequence[Carrier | int]) -> Iterator[Task]:
         """Tasks that fill contiguous targets with small pieces, given as rows of what was located; file by file."""
@@ -477,8 +480,8 @@ class Loader:
         i = np.flatnonzero(same & (self.nbytes[located.want] <= SMALL_BYTES))
         return dict(zip(located.want[i].tolist(), i.tolist(), strict=True))
 
-    def _read_tasks(self, row: int, destination: Carrier) -> Iterator[Task]:
-        """Tasks that fill a wanted box from the stored pieces."""
+    def _read_tasks(self, row: int, destination: Carrier, whole: list[BlockRun]) -> Iterator[Task]:
+        """Tasks that fill a wanted box from the stored pieces; whole blocks are added to `whole`."""
         low, high = np.searchsorted(self._located_want, [row, row + 1])
         base = self._box(row)[0]
         for i in self._located_order[low:high].tolist():
@@ -486,7 +489,7 @@ class Loader:
             at = self.job.located.offsets[i, : len(base)].tolist()
             part = cut(destination, [a - b for a, b in zip(at, base, strict=True)], sizes)
             self.counts.read += math.prod(sizes) * itemsize
-            yield from self._reader.tasks(piece, shape, offsets, sizes, part)
+            yield from self._reader.tasks(piece, shape, offsets, sizes, part, whole)
 
 
 def _batches(nbytes: IntArray, rows: Rows, limit: int) -> Iterator[list[int]]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 
 from hyper_ckpt.box import IntArray, contiguous_dim, cut
 from hyper_ckpt.contracts.platform import Carrier, Stager
-from hyper_ckpt.contracts.store import ByteStore, ReadInto
+from hyper_ckpt.contracts.store import ByteStore
+from hyper_ckpt.engine.blocks import BlockRun, Piece, SharedBlocks, shared_groups
 from hyper_ckpt.engine.budget import Budget
 from hyper_ckpt.engine.digest import Digests, block_count, block_digest
 from hyper_ckpt.engine.workers import Task
@@ -29,16 +30,6 @@ SMALL_BYTES = 64 << 10
 """Pieces up to this are read together."""
 MAX_GAP_BYTES = 64 << 10
 """Unwanted bytes between two runs up to which one read over both is cheaper."""
-
-
-class Piece(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A stored piece: file, bytes from the file's beginning, bytes, digests of its blocks (None: not verified)."""
-
-    name: str
-    file: str
-    base: int
-    nbytes: int
-    digests: Digests | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +62,13 @@ class PieceReader:
     fills: bool = True
 
     def tasks(
-        self, piece: Piece, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], target: Carrier
+        self,
+        piece: Piece,
+        shape: tuple[int, ...],
+        offsets: tuple[int, ...],
+        sizes: tuple[int, ...],
+        target: Carrier,
+        whole: list[BlockRun],
     ) -> Iterator[Task]:
         """Tasks that fill `target` with a sub-box of a piece.
 
@@ -79,11 +76,12 @@ class PieceReader:
             piece: stores a box of `shape` elements, row-major.
             offsets, sizes: the sub-box, relative to the piece.
             target: carriers of shape `sizes`.
+            whole: the whole blocks that are to be read besides, by `block_tasks`, are added here.
         """
         strides = _strides(shape)
         if contiguous_dim(shape, sizes) == 0 and target.flags.c_contiguous:
             start = sum(o * s for o, s in zip(offsets, strides, strict=True)) * target.itemsize
-            yield from self._runs(piece, start, target.reshape(-1).view(np.uint8))
+            yield from self._runs(piece, start, target.reshape(-1).view(np.uint8).data, whole)
             return
         for low, part in _slabs(offsets, sizes, strides, target.itemsize, self.scratch_bytes - 2 * BLOCK_BYTES):
             inner = cut(target, [a - o for a, o in zip(low, offsets, strict=True)], part)
@@ -136,22 +134,31 @@ class PieceReader:
             yield lambda number=number: self._check_block(piece, number)  # type: ignore[misc]
 
     def _check_block(self, piece: Piece, number: int) -> None:
-        read = functools.partial(self.store.read_into, piece.file)
-        with self.budget.hold(BLOCK_BYTES), self._block(read, piece, number):
+        with self.budget.hold(BLOCK_BYTES), self._block(piece, number):
             pass
 
-    def _runs(self, piece: Piece, start: int, target: Carrier) -> Iterator[Task]:
-        """Tasks for one contiguous run, cut where blocks begin."""
-        stop, at = start + len(target), start
-        while at < stop:
-            end = min((at // RUN_BYTES + 1) * RUN_BYTES, stop)
-            yield lambda at=at, end=end: self._run(piece, at, target[at - start : end - start])  # type: ignore[misc]
-            at = end
+    def block_tasks(self, runs: Sequence[BlockRun], threads: int) -> Iterator[Task]:
+        """Tasks that fill runs of whole blocks. Several threads share each group of them."""
+        for shared in shared_groups(runs, threads):
+            for _ in range(threads):
+                yield lambda shared=shared: self.progress(self._read_blocks(shared))  # type: ignore[misc]
 
-    def _run(self, piece: Piece, start: int, target: Carrier) -> None:
+    def _runs(self, piece: Piece, start: int, target: memoryview, whole: list[BlockRun]) -> Iterator[Task]:
+        """Tasks for one contiguous run, besides the whole blocks in it."""
+        if piece.digests is None:
+            for at in range(0, len(target), RUN_BYTES):
+                part = target[at : at + RUN_BYTES]
+                yield lambda at=at, part=part: self._run(piece, start + at, part)  # type: ignore[misc]
+            return
+        blocks, parts = _split(piece, start, target)
+        whole += blocks
+        for at, part in parts:
+            yield lambda at=at, part=part: self._run(piece, at, part)  # type: ignore[misc]
+
+    def _run(self, piece: Piece, start: int, target: memoryview) -> None:
         # All that a task may hold is taken at once: tasks that hold some and want more could wait for each other.
-        with self.budget.hold(BLOCK_BYTES):
-            self.read_run(piece, start, target.data)
+        with self.budget.hold(0 if piece.digests is None else BLOCK_BYTES):
+            self.read_run(piece, start, target)
         self.progress(len(target))
 
     def read_run(self, piece: Piece, start: int, target: memoryview) -> None:
@@ -163,36 +170,37 @@ class PieceReader:
         if piece.digests is None:
             self.store.read_into(piece.file, [(piece.base + start, len(target))], [target])
             return
-        with self.store.reader(piece.file) as read:
-            self._read_verified(read, piece, start, target)
+        blocks, parts = _split(piece, start, target)
+        for shared in shared_groups(blocks, 1):
+            self._read_blocks(shared)
+        for at, part in parts:
+            with self._block(piece, at // BLOCK_BYTES) as block:
+                part[:] = block[at % BLOCK_BYTES :][: len(part)]
 
-    def _read_verified(self, read: ReadInto, piece: Piece, start: int, target: memoryview) -> None:
-        """Reads whole blocks into the target, parts of blocks beside it, and checks each while it is in the cache."""
-        assert piece.digests is not None
-        stop = start + len(target)
-        first, last = start // BLOCK_BYTES, block_count(stop)
-        # Nothing is looked up in the loop: what is not in the cache costs more than the digest of a block.
-        for number, digest in enumerate(piece.digests[first:last].tolist(), first):
-            low = number * BLOCK_BYTES
-            high = min(low + BLOCK_BYTES, piece.nbytes)
-            if start <= low and high <= stop:
-                block = target[low - start : high - start]
-                read([(piece.base + low, high - low)], [block])
-                if block_digest(block) != digest:
-                    raise self._damaged(piece.name, piece.file, piece.base + low, high - low)
-            else:
-                with self._block(read, piece, number) as block:
-                    begin, end = max(start, low), min(stop, high)
-                    target[begin - start : end - start] = block[begin - low : end - low]
+    def _read_blocks(self, shared: SharedBlocks) -> int:
+        """Reads and checks blocks until none is left. Returns the bytes."""
+        reads, digests, blocks = itertools.tee(shared.take(), 3)
+        found: list[tuple[int, int]] = []
+        # No step of Python between a read and its digest.
+        with contextlib.suppress(OSError), self.store.reader(shared.file) as read:
+            filled = itertools.starmap(read, map(_READ, reads))
+            found = [*zip(filled, map(block_digest, map(_VIEW, digests)), strict=False)]
+        total = 0
+        for block, result in itertools.zip_longest(blocks, found):
+            if result != (len(block.view), block.digest):  # once more: that says what is wrong
+                self.store.read_into(shared.file, [(block.read[1], len(block.view))], [block.view])
+                self._check(block.piece, block.number, block.view)
+            total += len(block.view)
+        return total
 
     @contextmanager
-    def _block(self, read: ReadInto, piece: Piece, number: int) -> Iterator[memoryview]:
+    def _block(self, piece: Piece, number: int) -> Iterator[memoryview]:
         """One block in a buffer of its own, checked."""
         low = number * BLOCK_BYTES
         buffer = self.stager.buffer(BLOCK_BYTES)
         try:
             block = buffer.data[: min(BLOCK_BYTES, piece.nbytes - low)]
-            read([(piece.base + low, len(block))], [block])
+            self.store.read_into(piece.file, [(piece.base + low, len(block))], [block])
             self._check(piece, number, block)
             yield block
         finally:
@@ -223,6 +231,22 @@ class PieceReader:
             finally:
                 self.stager.release(buffer)
         self.progress(target.nbytes)
+
+
+def _split(piece: Piece, start: int, target: memoryview) -> tuple[list[BlockRun], list[tuple[int, memoryview]]]:
+    """What `target` wants from `start` of a piece on: whole blocks, of which the last of a piece may be short, and what
+    is only a part of the first or the last block, with the byte of the piece where that begins."""
+    stop = start + len(target)
+    low = block_count(start) * BLOCK_BYTES
+    high = stop if stop == piece.nbytes else stop // BLOCK_BYTES * BLOCK_BYTES
+    if low >= high:  # parts of one block or of two
+        low = high = min(low, stop)
+    runs = [BlockRun(piece, low, target[low - start : high - start])] if low < high else []
+    ends = [(start, target[: low - start]), (high, target[high - start :])]
+    return runs, [(at, part) for at, part in ends if len(part)]
+
+
+_READ, _VIEW = operator.attrgetter("read"), operator.attrgetter("view")
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

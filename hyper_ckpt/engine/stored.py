@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from hyper_ckpt.box import IntArray
 from hyper_ckpt.contracts.store import ByteStore
+from hyper_ckpt.engine.blocks import Piece
 from hyper_ckpt.engine.budget import Budget
 from hyper_ckpt.engine.digest import Digests, block_count
-from hyper_ckpt.engine.pieces import SEGMENT_BYTES, Piece, PieceReader, SmallPieces
+from hyper_ckpt.engine.pieces import SEGMENT_BYTES, PieceReader, SmallPieces
 from hyper_ckpt.engine.plain_stager import PlainStager
 from hyper_ckpt.errors import CheckpointError, FileSizeError, HeaderError, ManifestError, MissingFileError
 from hyper_ckpt.manifest import Manifest

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
-from hyper_ckpt.contracts.store import ByteStore, Expect, ObjectInfo, ReadInto, Sink
+from hyper_ckpt.contracts.store import ByteStore, Expect, ObjectInfo, ReadAt, Sink
 from hyper_ckpt.errors import FileSizeError, StoreError
 from hyper_ckpt.storage import atomic, syscalls
 from hyper_ckpt.storage.buffers import runs
@@ -64,19 +64,21 @@ class LocalStore(ByteStore):
         return LocalSink(path, fd, size)
 
     def read_into(self, name: str, ranges: Sequence[tuple[int, int]], buffers: Sequence[memoryview]) -> None:
-        with self._reader(self._path(name)) as read:
-            read(ranges, buffers)
+        path = self._path(name)
+        with naming("reading", path), self._files.opened(path) as fd:
+            for start, views in runs(ranges, buffers):
+                _read_exactly(path, fd, start, views)
 
-    def reader(self, name: str) -> AbstractContextManager[ReadInto]:
+    def reader(self, name: str) -> AbstractContextManager[ReadAt]:
         overridden = type(self).read_into is not LocalStore.read_into
         return super().reader(name) if overridden else self._reader(self._path(name))
 
     @contextlib.contextmanager
-    def _reader(self, path: str) -> Iterator[ReadInto]:
+    def _reader(self, path: str) -> Iterator[ReadAt]:
         with contextlib.ExitStack() as stack:
             with naming("reading", path):
                 fd = stack.enter_context(self._files.opened(path))
-            yield functools.partial(_read_into, path, fd)
+            yield functools.partial(os.preadv, fd)
 
     def reading(self) -> AbstractContextManager[None]:
         return self._files.kept()
@@ -214,19 +216,6 @@ def _opened(path: str) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _read_into(path: str, fd: int, ranges: Sequence[tuple[int, int]], buffers: Sequence[memoryview]) -> None:
-    # Called for every block, when the blocks are in the processor's caches and this is not: as little as can be.
-    try:
-        if len(ranges) == len(buffers) == 1:
-            start, length = ranges[0]
-            if length == buffers[0].nbytes and start >= 0 and os.preadv(fd, buffers, start) == length:
-                return
-        for start, views in runs(ranges, buffers):
-            _read_exactly(path, fd, start, views)
-    except OSError as error:
-        raise syscalls.store_error("reading", path, error) from error
 
 
 def _read_exactly(path: str, fd: int, start: int, views: Sequence[memoryview]) -> None:
