@@ -20,7 +20,7 @@ import msgspec
 from hyper_ckpt.engine.digest import Digests
 from hyper_ckpt.receipt import BLOCK_BYTES
 
-GROUP_BYTES = 256 * BLOCK_BYTES
+GROUP_BYTES = 128 * BLOCK_BYTES
 """What threads share at a time; they hear of an interrupt, and of a failure of one of them, in between."""
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from hyper_ckpt.dtypes import TABLE, DType, dtype_of
 from hyper_ckpt.errors import HeaderError, PlanError
+from hyper_ckpt.receipt import BLOCK_BYTES
 from hyper_ckpt.storage.safetensors_file import (
     HEADER_BASE_BYTES,
     MAX_HEADER_BYTES,
@@ -130,6 +131,13 @@ class TestHeader:
             header = build_header(entries_of([(f"w{i}", FLOAT32, (3,)) for i in range(count)]))
             assert len(header) % 4096 == 0
             assert header_length(header[:8], len(header) + count * 12) == len(header)
+
+    def test_data_of_large_files_starts_at_a_block(self) -> None:
+        for mib, start in ((63, 4096), (64, BLOCK_BYTES), (1 << 20, BLOCK_BYTES)):
+            entries = entries_of([("w", FLOAT32, (mib << 18,))])
+            header = build_header(entries)
+            assert len(header) == start
+            assert parse_header(header, start + (mib << 20)) == entries
 
     def test_it_is_the_same_every_time(self) -> None:
         assert build_header(ALL) == build_header(list(ALL))
