@@ -72,8 +72,11 @@ class NumpyTensors(Tensors):
         flags = value.flags if type(value) is np.ndarray else None
         if flags is None or not (flags.c_contiguous and flags.writeable and value.size):
             return None
-        description = TensorDescription(_dtype_name(value.dtype), value.shape, Replicated())
-        return PlainTensor(description, address_of(value), value.nbytes)
+        try:
+            name = _dtype_name(value.dtype)
+        except UnsupportedDtypeError:
+            return None
+        return PlainTensor(TensorDescription(name, value.shape, Replicated()), address_of(value), value.nbytes)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

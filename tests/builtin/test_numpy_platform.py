@@ -1,6 +1,7 @@
 """numpy arrays and hand-made shards as a platform's tensors, the buffer pool, the world of one."""
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -11,7 +12,7 @@ from hyper_ckpt.builtin.composite import CompositeTensors
 from hyper_ckpt.builtin.host_stager import BufferPool
 from hyper_ckpt.builtin.numpy_platform import NumpyPlatform
 from hyper_ckpt.builtin.numpy_tensors import NumpyTensors, numpy_dtype, overlaps_itself
-from hyper_ckpt.contracts.platform import Done, LocalShard, TensorDescription
+from hyper_ckpt.contracts.platform import Done, LocalShard, TensorDescription, Tensors
 from hyper_ckpt.dtypes import BY_NAME, TABLE
 from hyper_ckpt.errors import (
     PlatformError,
@@ -120,6 +121,53 @@ def test_storage_keys() -> None:
     assert len({TENSORS.storage_key(whole(a)) for a in other}) == len(other)
     assert TENSORS.storage_key(whole(base[:0])) is None
     assert TENSORS.storage_key(whole(base[3:4])) == TENSORS.storage_key(whole(base[3::20]))
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_plain_arrays(name: str) -> None:
+    base = random_array(name, 6, 5, 4)
+    for array in (base, base[2:4], base[5, 4, 3:]):
+        view = TENSORS.writable(whole(array))
+        assert TENSORS.plain(array) == (TENSORS.describe(array), view.ctypes.data, array.nbytes)
+        assert COMPOSITE.plain(array) == TENSORS.plain(array)
+
+
+class Own(np.ndarray):
+    """Of a class that may mean something else."""
+
+
+def test_what_is_not_so_simple_is_not_plain(tmp_path: Path) -> None:
+    base = np.arange(24.0).reshape(4, 6)
+    fixed = base.copy()
+    fixed.flags.writeable = False
+    mapped = np.memmap(tmp_path / "f", np.uint8, "w+", shape=(3,))
+    odd: list[Any] = [
+        base.T,
+        base[:, 1:],
+        base[:0],
+        base[1, 2],
+        fixed,
+        mapped,
+        np.matrix(base),
+        np.ma.masked_array(base),
+    ]
+    odd += [np.array(["a"]), np.array([None]), base.astype(">f8"), np.broadcast_to(base[0], (4, 6)), 1.0, None]
+    assert [TENSORS.plain(each) for each in odd] == [None] * len(odd)
+    assert [COMPOSITE.plain(each) for each in odd] == [None] * len(odd)
+
+
+class Whole(Tensors):
+    """Arrays are its own, and it says of none that it is plain."""
+
+    def describe(self, value: Any) -> TensorDescription | None:
+        return TENSORS.describe(value)
+
+    local_shards, host_view, writable = TENSORS.local_shards, TENSORS.host_view, TENSORS.writable
+    fingerprint, empty, storage_key = TENSORS.fingerprint, TENSORS.empty, TENSORS.storage_key
+
+
+def test_another_part_does_not_say_what_is_plain() -> None:
+    assert CompositeTensors([Whole(), TENSORS]).plain(np.ones(3)) is None
 
 
 def test_fingerprints_follow_the_contents() -> None:
