@@ -148,7 +148,7 @@ def test_what_is_not_so_simple_is_not_plain(tmp_path: Path) -> None:
         base[1, 2],
         fixed,
         mapped,
-        np.matrix(base),
+        base.view(Own),
         np.ma.masked_array(base),
     ]
     odd += [np.array(["a"]), np.array([None]), base.astype(">f8"), np.broadcast_to(base[0], (4, 6)), 1.0, None]
