@@ -6,6 +6,8 @@ import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from hyper_ckpt.api.collector import paused_collector
 from hyper_ckpt.api.common import CheckpointId, all_tensors, operation, resolve_id, resolve_platform, state_of
 from hyper_ckpt.api.loading import MAX_ATTEMPTS, LoadCall, Loading
@@ -106,12 +108,17 @@ def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None, repor
             where = manifest.checkpoint
             names = ", ".join(map(repr, absent))
             raise MissingKeyError(f"{where} has no {names}: see `hyper-ckpt show {where}`", absent)
-    stored = [manifest.tensor(name) for name in tensor_names(tree)]
+    saved = tensor_names(tree)
+    rows, (file, _) = manifest.rows(saved), manifest.pieces(saved)
+    parts = [manifest.tensor(saved[i]).copies[0].file for i in np.flatnonzero(file < 0).tolist()]
     loading = Loading(call, operation(chosen, DEFAULT_TIMEOUT, "read"), reporter)
     files = Stored(call.store, manifest, call.verify != "off")
     # What the manifest says is not believed before the files are there: no memory is taken for less.
-    files.check_files(sorted({int(n) for t in stored for n in t.copies[0].file}))
-    targets = {t.name: tensors.empty(TensorDescription(t.dtype, t.shape, Replicated())) for t in stored}
+    files.check_files(np.unique(np.concatenate([file[file >= 0], *parts])).tolist())
+    targets = {
+        name: tensors.empty(TensorDescription(row.dtype, row.shape, Replicated()))
+        for name, row in zip(saved, rows, strict=True)
+    }
     loading.plan(skeleton(tree), manifest, Match(tree, wanted=dict(targets)), files).run()
     state = rebuild(
         tree,
