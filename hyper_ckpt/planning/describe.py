@@ -137,12 +137,13 @@ def _is_empty(name: str, value: Any, context: PlanContext) -> bool:
 
 def find_ties(tensors: Mapping[str, Any], context: PlanContext) -> dict[str, str]:
     """Names whose non-empty shards are the same elements of the same memory, each with the first such name."""
-    plain = [*map(context.tensors.plain, tensors.values())]
-    if len({each.address for each in plain if each is not None}) == len(tensors):
+    full = {name: value for name, value in tensors.items() if not _is_empty(name, value, context)}
+    plain = [*map(context.tensors.plain, full.values())]
+    if len({each.address for each in plain if each is not None}) == len(full):  # mostly: all are somewhere else
         return {}
     names_of: dict[object, list[str]] = {}
     storage_key = context.tensors.storage_key
-    for (name, value), description in zip(tensors.items(), describe_all(tensors, context), strict=True):
+    for (name, value), description in zip(full.items(), describe_all(full, context), strict=True):
         keys = [(s.offsets, storage_key(s)) for s in local_shards(name, value, context) if 0 not in s.sizes]
         if keys and all([key is not None for _, key in keys]):  # noqa: C419  # a generator takes twice as long
             # The global shape belongs to it: a shard of one tensor may be all of another.
