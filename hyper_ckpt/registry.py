@@ -197,7 +197,7 @@ class Registry:
         known = sorted(filter(None, self._stores))
         raise UnknownSchemeError(
             f"no store for {scheme}:// ({checkpoint_id}). Installed schemes: {', '.join(known)}, and plain paths. "
-            f"Install the plugin that brings it{self._broken()}"
+            f"Install a plugin that brings it, or write one (docs/plugins.md, Stores){self._broken()}"
         )
 
     def platform(self, name: str) -> Platform:

@@ -17,8 +17,8 @@ from hyper_ckpt.builtin.numpy_tensors import NumpyTensors
 from hyper_ckpt.contracts.platform import (
     ByteBuffer,
     Carrier,
+    HostTensor,
     LocalShard,
-    PlainTensor,
     Platform,
     TensorDescription,
     Tensors,
@@ -159,13 +159,13 @@ class RememberedTensors(Tensors):
 
     def __init__(self, inner: Tensors) -> None:
         self._inner = inner
-        self._plain: dict[int, PlainTensor | None] = {}
+        self._plain: dict[int, HostTensor | None] = {}
         self._described: dict[int, TensorDescription | None] = {}
         self._shards: dict[int, list[LocalShard]] = {}
         self._keys: dict[int, Hashable | None] = {}
         self._kept: list[Any] = []  # what was asked: a freed one's id would come again
 
-    def plain(self, value: Any) -> PlainTensor | None:
+    def plain(self, value: Any) -> HostTensor | None:
         if id(value) not in self._plain:
             self._plain[id(value)] = self._inner.plain(value)
             self._kept.append(value)

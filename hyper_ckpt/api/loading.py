@@ -241,10 +241,15 @@ class Loading:
         manifest: Manifest,
         match: Match,
         stored: Stored,
-        read_values: Callable[[], None] = lambda: None,
+        read_values: Callable[[], None] | None = None,
     ) -> Loader:
         """Decides what this rank reads, checks the files it will open, and reads values that are no tensors: what is
-        damaged there, or cannot be set, is found before anything is filled. `frame` is the skeleton of the state."""
+        damaged there, or cannot be set, is found before anything is filled.
+
+        Args:
+            frame: the skeleton of the state.
+            read_values: None: there is no target but new tensors.
+        """
         planner = self._call.planner
         description, error = attempt(lambda: planner.build_local_plan(match.wanted, frame, manifest, self._context))
         self._operation.agree("describing the target", error=error)
@@ -278,7 +283,7 @@ class Loading:
         match: Match,
         stored: Stored,
         shares: bool,
-        read_values: Callable[[], None],
+        read_values: Callable[[], None] | None,
     ) -> Loader:
         """Shares out the reads, finds the stored pieces, and checks the files that hold them."""
         call, rank, planner = self._call, self._ranks.rank, self._call.planner
@@ -294,7 +299,8 @@ class Loading:
             columns = planner.finalize_plan(description, rank, boxes)
         located = self._locate(manifest, columns)
         stored.check_files(np.unique(located.file).tolist())
-        read_values()
+        if read_values is not None:
+            read_values()
         targets = self._targets(wanted)
         refuse_shared_memory(targets, match.ties)
         job = LoadJob(
@@ -311,6 +317,7 @@ class Loading:
             call.max_host_bytes,
             self._reporter.progress,
             shares,
+            read_values is not None,
         )
         self._reporter.agreed(int(columns.nbytes().sum()))
         loader = Loader(job, DEFAULT_MAX_HOST_BYTES)
@@ -410,8 +417,8 @@ class Loading:
         if left_out and self._call.strict is True and knows:
             warnings.warn(
                 f"{len(left_out)} saved values were not loaded, since the target has no place for them: "
-                f"{few([*map(repr, left_out)])}. Create them first (an optimizer has no state before its first step), "
-                "or pass strict=False if this is meant",
+                f"{few([*map(repr, left_out)])}. Create them first (an optimizer has no state before its first step; "
+                "torch's get_state_dict makes it), or pass strict=False if this is meant",
                 stacklevel=6,
             )
         if self._kept:

@@ -10,8 +10,8 @@ import numpy as np
 from hyper_ckpt.box import intersect
 from hyper_ckpt.contracts.platform import (
     Carrier,
+    HostTensor,
     LocalShard,
-    PlainTensor,
     TensorDescription,
     Tensors,
     sampled_fingerprint,
@@ -72,7 +72,7 @@ class CompositeTensors(Tensors):
         part = self._part_of_type.get(type(value))
         return None if part is None else part.signature(value)
 
-    def plain(self, value: Any) -> PlainTensor | None:
+    def plain(self, value: Any) -> HostTensor | None:
         if type(value) not in self._part_of_type:  # whose it is only describing tells
             try:
                 self.describe(value)

@@ -10,8 +10,8 @@ import numpy as np
 
 from hyper_ckpt.contracts.platform import (
     Carrier,
+    HostTensor,
     LocalShard,
-    PlainTensor,
     TensorDescription,
     Tensors,
     sampled_fingerprint,
@@ -68,7 +68,7 @@ class NumpyTensors(Tensors):
         address = address_of(value)
         return (type(value), value.dtype, value.shape, value.strides, address)
 
-    def plain(self, value: Any) -> PlainTensor | None:
+    def plain(self, value: Any) -> HostTensor | None:
         flags = value.flags if type(value) is np.ndarray else None
         if flags is None or not (flags.c_contiguous and flags.writeable and value.size):
             return None
@@ -76,7 +76,7 @@ class NumpyTensors(Tensors):
             name = _dtype_name(value.dtype)
         except UnsupportedDtypeError:
             return None
-        return PlainTensor(TensorDescription(name, value.shape, Replicated()), address_of(value), value.nbytes)
+        return HostTensor(TensorDescription(name, value.shape, Replicated()), address_of(value), value.nbytes)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

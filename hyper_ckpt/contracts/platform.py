@@ -48,7 +48,7 @@ class TensorDescription:
     has_memory: bool = True
 
 
-class PlainTensor(NamedTuple):
+class HostTensor(NamedTuple):
     """A tensor that is whole on this rank and lies row-major, without gaps, in host memory that may be written: the
     address and bytes of that."""
 
@@ -226,17 +226,20 @@ class Tensors(ABC):
         again; so it must be much cheaper than these three. It keeps no tensor alive. None (inherited): unknown."""
         return None
 
-    def plain(self, value: Any) -> PlainTensor | None:
-        """A tensor of which one call says all: its description, and where it lies. Neither empty nor on a device, none
-        that `describe` or `writable` refuses; its memory stays where it is while the value lives and is as it is.
+    def plain(self, value: Any) -> HostTensor | None:
+        """A tensor of which one call says all: its description, and where it lies, complete when this returns like a
+        `host_view`. Neither empty nor on a device, none that `describe` or `writable` refuses. Its memory stays there
+        while the value lives and is not resized or set to other memory.
 
-        None (inherited) for whatever is not so simple: `describe`, `local_shards`, `storage_key` and `writable` are
-        asked. A class that inherits it and changes what one of these says changes this as well. What it returns is
-        also said by these; it is worth having where tensors are very many and small."""
+        Saves and loads ask it first, and `describe`, `local_shards`, `storage_key` and `writable` only where it is None
+        (inherited), as for whatever is not so simple. It must say what these would: the conformance suite compares
+        them. A class that overrides one of them overrides this as well. Worth having where tensors are very many."""
         return None
 
     def before_writes(self, values: Sequence[Any]) -> None:
-        """Told of plain tensors before a load writes into their memory, where `writable` would have been asked."""
+        """Called with the plain targets of a load (perhaps none) before anything is read into them: does what
+        `writable` does besides returning memory, such as telling autograd. May raise, as that; but what cannot be a
+        target at all is not plain."""
         return None
 
 

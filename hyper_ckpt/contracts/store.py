@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 Bytes = bytes | bytearray | memoryview
 ReadAt = Callable[[Sequence[memoryview], int], int]
-"""Fills buffers, one after the other, with the bytes of an object from one of them on. Returns how many it filled."""
+"""`read_at(buffers, start)` fills buffers in turn with the object's bytes from `start` on, and returns how many."""
 
 _READ_ATTEMPTS = 50
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.1
@@ -139,8 +139,10 @@ class ByteStore(ABC):
 
     def reader(self, name: str) -> AbstractContextManager[ReadAt]:
         """Reads of one object, many in a row and from one thread, with as little around each as can be: between a block
-        and its digest every step of Python costs. What is given may fill less than it should, or raise OSError:
-        `read_into` then does it, or says what is wrong.
+        and its digest every step of Python costs. Other threads have readers of their own, of the same object too.
+
+        What is given may fill less than it should, or raise OSError: `read_into` then does it, or says what is wrong.
+        Whatever else it raises ends the load.
 
         Raises:
             MissingFileError: there is no such object, here or at the first read.

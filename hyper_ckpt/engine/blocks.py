@@ -35,7 +35,8 @@ class Piece(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class BlockRun(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """Whole blocks of a piece that follow each other: the byte of the piece where they begin, and what they fill."""
+    """Whole blocks of a piece with digests, one after the other: the byte of the piece where they begin, and what they
+    fill."""
 
     piece: Piece
     start: int
@@ -77,7 +78,7 @@ class SharedBlocks:
         return self.runs[0].piece.file
 
     def take(self) -> Iterator[Block]:
-        """Blocks that no other user takes; the next is taken when it is asked for."""
+        """Blocks that no other user takes; the next is taken when it is asked for. Each user ends with a None."""
         with self._lock:
             if self._left is None:  # not before they are wanted: of a large load they are very many
                 self._left = deque(self._blocks())

@@ -52,9 +52,9 @@ def look(store: ByteStore, overwrite: bool) -> Previous:
     if info is None and alone is None and not problem:
         return Previous(None, (), None)
     if not overwrite:
-        what = f"what may become a checkpoint, or was one: {problem}." if problem else "a checkpoint already:"
+        what = f"what may become a checkpoint, or was one: {problem}" if problem else "a checkpoint already"
         raise CheckpointExistsError(
-            f"{store.url} holds {what} Save to another path, or pass overwrite=True to replace it"
+            f"{store.url} holds {what}. Save to another path, or pass overwrite=True to replace it"
         )
     if problem:
         return Previous(None, (), None)

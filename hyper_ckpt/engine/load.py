@@ -124,6 +124,7 @@ class LoadJob:
         batch_bytes: the same on all ranks.
         progress: told of bytes read or received, by any thread.
         shares: reads are shared between ranks.
+        fills: the targets are somebody's, and not made for this load.
     """
 
     ranks: Ranks
@@ -139,6 +140,7 @@ class LoadJob:
     max_host_bytes: int | None
     progress: Callable[[int], None]
     shares: bool
+    fills: bool
 
 
 @dataclass
@@ -180,7 +182,7 @@ class Loader:
         self._scratch = min(scratch, limit - need + 3 * BLOCK_BYTES)
         self._reads_ahead = max(2 * largest, self._shared_bytes(2)) + self._scratch <= limit
         self._staging_limit = max(limit - self._scratch - 3 * BLOCK_BYTES, largest)
-        self._reader = PieceReader(job.store, job.stager, self.budget, self._scratch, job.progress)
+        self._reader = PieceReader(job.store, job.stager, self.budget, self._scratch, job.progress, job.fills)
 
     def _count_rows(self) -> None:
         """Counts the boxes of every target, and finds the staged ones that are filled only in part."""

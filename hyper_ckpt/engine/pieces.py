@@ -179,6 +179,7 @@ class PieceReader:
 
     def _read_blocks(self, shared: SharedBlocks) -> int:
         """Reads and checks blocks until none is left. Returns the bytes."""
+        # Three views of one iterator: `blocks` still has all when a read has failed, also the one that it was to fill.
         reads, digests, blocks = itertools.tee(shared.take(), 3)
         found: list[tuple[int, int]] = []
         # No step of Python between a read and its digest.
@@ -187,7 +188,8 @@ class PieceReader:
             found = [*zip(filled, map(block_digest, map(_VIEW, digests)), strict=False)]
         total = 0
         for block, result in itertools.zip_longest(blocks, found):
-            if result != (len(block.view), block.digest):  # once more: that says what is wrong
+            # What was not read, not whole, or is not what was saved, is read again: that says what is wrong.
+            if result != (len(block.view), block.digest):
                 self.store.read_into(shared.file, [(block.read[1], len(block.view))], [block.view])
                 self._check(block.piece, block.number, block.view)
             total += len(block.view)

@@ -96,16 +96,20 @@ class Verifier:
     def _check_pieces(self, receipt: Receipt, covered: dict[str, int]) -> None:
         payload_of = {number: name for name, number in receipt.payloads.items()}
         tasks: list[Task] = []
-        absent = {f.name for f in receipt.files if self._store.stat(f.name) is None}  # reported already
+        # Files of other sizes are reported already.
+        ends = {f.name: info.size if (info := self._store.stat(f.name)) else 0 for f in receipt.files}
         for number, piece in enumerate(receipt.pieces):
             file = receipt.files[piece.file]
             covered[file.name] = covered.get(file.name, 0) + piece.nbytes
-            if file.name in absent:
-                continue
             name = self._names.get((file.name, piece.start), payload_of.get(number, ""))
-            for i, digest in enumerate(piece.blocks().tolist()):
-                low = file.data_start + piece.start + i * BLOCK_BYTES
-                high = min(low + BLOCK_BYTES, file.data_start + piece.start + piece.nbytes)
+            start, stop = file.data_start + piece.start, file.data_start + piece.start + piece.nbytes
+            if 0 < ends[file.name] < stop:
+                at = max(start, ends[file.name])
+                self._problems.append(Problem(file.name, name, at, stop, "these bytes are gone: the file ends early"))
+            for low, digest in zip(range(start, stop, BLOCK_BYTES), piece.blocks().tolist(), strict=True):
+                high = min(low + BLOCK_BYTES, stop)
+                if high > ends[file.name]:
+                    break
                 tasks.append(lambda f=file.name, n=name, a=low, b=high, d=digest: self._check_block(f, n, a, b, d))  # type: ignore[misc]
         with self._store.reading():
             run_all(tasks, self._threads)

@@ -12,6 +12,12 @@ from hyper_ckpt.state.names import shown
 from hyper_ckpt.state.tree import CodecNode, PickleNode
 
 
+def _framework(kind: type) -> str | None:
+    """The framework with a platform of ours that a class comes from."""
+    module = kind.__module__.partition(".")[0]
+    return {"torch": "torch", "torch_npu": "torch", "mindspore": "mindspore"}.get(module)
+
+
 class CodecTable:
     """The codecs of one save or load.
 
@@ -73,6 +79,13 @@ class CodecTable:
         """Raises UnsupportedTypeError with the remedies unless pickling is allowed."""
         if not self._allow_pickle:
             cls = f"{type(value).__module__}.{type(value).__qualname__}"
+            framework = next((f for base in type(value).__mro__ if (f := _framework(base))), None)
+            if framework is not None:
+                raise UnsupportedTypeError(
+                    f"{shown(name)} is of type {cls}, and no platform here knows it. If it is a tensor, install "
+                    f"hyper-ckpt-{framework}, or see `hyper-ckpt plugins` for why it is not used; else convert it to "
+                    "plain values, or register a codec"
+                )
             raise UnsupportedTypeError(
                 f"{shown(name)} is of type {cls}, which cannot be stored. Register a codec for it, give it state_dict "
                 "and load_state_dict, convert it to plain values, or pickle it: SaveOptions(allow_pickle=True) when "

@@ -288,7 +288,10 @@ def _what_is_there(store: ByteStore) -> str:
         return f"there is no {MANIFEST_NAME}; what is there belongs to a save that did not finish"
     folders = [name.partition("/")[0] for name in names if name.count("/") == 1 and name.endswith(f"/{MANIFEST_NAME}")]
     if folders:
-        return f"it holds checkpoints, such as {sorted(folders)[-1]}: give one of them, or use CheckpointManager"
+        latest = max(folders, key=lambda folder: (len(folder), folder))  # of step-9 and step-10 the later
+        return (
+            f"it holds checkpoints, such as {latest}: give one of them (see `hyper-ckpt ls`), or use CheckpointManager"
+        )
     if any(name.endswith(".safetensors") for name in names):
         return "these are plain safetensors files: load them with storage_reader=PlainSafetensorsReader()"
     if ".metadata" in names:

@@ -11,8 +11,8 @@ import numpy as np
 from hyper_ckpt.contracts.platform import (
     WHOLE_FINGERPRINT_BYTES,
     Carrier,
+    HostTensor,
     LocalShard,
-    PlainTensor,
     TensorDescription,
     sampled_fingerprint,
 )
@@ -251,19 +251,19 @@ class NoKeys(GoodTensors):
 
 
 class PlainWhateverStrides(PlainTensors):
-    def plain(self, value: Any) -> PlainTensor | None:
+    def plain(self, value: Any) -> HostTensor | None:
         return self.as_it_is(value) if isinstance(value, np.ndarray) and value.size else None
 
-    def as_it_is(self, value: Any) -> PlainTensor:
+    def as_it_is(self, value: Any) -> HostTensor:
         description = self.describe(value)
         assert description is not None
-        return PlainTensor(description, address_of(value), value.nbytes)
+        return HostTensor(description, address_of(value), value.nbytes)
 
 
 class PlainReadOnly(PlainWhateverStrides):
     """Repeated rows are taken for an array."""
 
-    def plain(self, value: Any) -> PlainTensor | None:
+    def plain(self, value: Any) -> HostTensor | None:
         repeated = isinstance(value, np.ndarray) and 0 in value.strides
         return self.as_it_is(value) if repeated else super(PlainWhateverStrides, self).plain(value)
 
@@ -271,10 +271,10 @@ class PlainReadOnly(PlainWhateverStrides):
 class PlainCopies(PlainTensors):
     """The address of a copy."""
 
-    def plain(self, value: Any) -> PlainTensor | None:
+    def plain(self, value: Any) -> HostTensor | None:
         got = super().plain(value)
         self.copy = np.copy(value)
-        return got and PlainTensor(got.description, address_of(self.copy), got.nbytes)
+        return got and HostTensor(got.description, address_of(self.copy), got.nbytes)
 
 
 Pair = tuple[Callable[[], PlatformProbe | str], Callable[[], PlatformProbe | str]]

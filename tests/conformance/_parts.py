@@ -15,10 +15,10 @@ from hyper_ckpt.contracts.platform import (
     ByteBuffer,
     Carrier,
     Done,
+    HostTensor,
     LocalShard,
     Mailbox,
     Pending,
-    PlainTensor,
     Platform,
     Ranks,
     Stager,
@@ -65,7 +65,7 @@ class GoodTensors(Tensors):
 class PlainTensors(GoodTensors):
     """Says of plain arrays all at once, as numpy's do."""
 
-    def plain(self, value: Any) -> PlainTensor | None:
+    def plain(self, value: Any) -> HostTensor | None:
         self.inner.describe(value)  # a composite knows what is plain of what it has described
         return self.inner.plain(value)
 

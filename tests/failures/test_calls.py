@@ -224,7 +224,7 @@ def test_an_existing_checkpoint(saved: Path, tmp_path: Path, world_size: int) ->
 @pytest.mark.parametrize(
     ("where", "kind", "text"),
     [
-        ("nowhere://bucket/ckpt", UnknownSchemeError, "Installed schemes: .*Install the plugin"),
+        ("nowhere://bucket/ckpt", UnknownSchemeError, "Installed schemes: .*Install a plugin"),
         ("memory://", StoreError, "memory://bucket/path"),
         ("", StoreError, "'.' for the current"),
         ("/dev/null/ckpt", StoreError, "another path"),
@@ -404,14 +404,15 @@ def test_a_job_without_its_process_group_is_warned(tmp_path: Path) -> None:
 
 
 def test_what_is_no_checkpoint_is_told_with_the_way_out(tmp_path: Path) -> None:
-    save({"x": 1}, tmp_path / "run" / "step-1", no_dist=True)
+    for step in (1, 9, 10):
+        save({"x": 1}, tmp_path / "run" / f"step-{step}", no_dist=True)
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "model.safetensors").write_bytes(b"")
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / ".metadata").write_bytes(b"")
     (tmp_path / "file.pt").write_bytes(b"")
     expected = {
-        "run": "step-1.*CheckpointManager", "plain": "PlainSafetensorsReader", "dcp": "torch.distributed.checkpoint",
+        "run": "step-10.*CheckpointManager", "plain": "PlainSafetensorsReader", "dcp": "torch.distributed.checkpoint",
         "file.pt": "it is a file", "absent": "nothing is there",
     }  # fmt: skip
     for name, text in expected.items():

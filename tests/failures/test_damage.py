@@ -1,10 +1,12 @@
 """Damaged, missing and mixed-up files: each its own error on every rank, and the target as it was."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 from hyper_ckpt import load, read, read_metadata, save, verify
@@ -143,6 +145,27 @@ def test_a_load_says_what_is_wrong_and_touches_nothing(damaged: tuple[Path, Dama
         untouched(into, lambda: load(into, path, no_dist=True, verify=mode))
     if mode == "off" and how.error is not CheckpointNotFoundError:
         assert path.name in str(caught.value)
+
+
+def test_a_file_that_ends_early_is_one_problem_for_each_tensor(tmp_path: Path) -> None:
+    state = {name: np.arange(3 << 17, dtype="f8") for name in ("a", "b", "c")}
+    save(state, tmp_path / "c", no_dist=True)
+    (file,) = (tmp_path / "c").glob("*.safetensors")
+    os.truncate(file, file.stat().st_size - state["c"].nbytes - 5)
+    report = verify(tmp_path / "c")
+    gone = [(problem.name, problem.stop - problem.start) for problem in report.problems if problem.name]
+    assert gone == [("b", 5), ("c", state["c"].nbytes)]
+    assert not report.ok
+
+
+def test_a_read_has_no_target_that_it_could_fill(tmp_path: Path) -> None:
+    save({"w": np.ones(3)}, tmp_path / "c", no_dist=True)
+    (file,) = (tmp_path / "c").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(DigestError, match="Nothing was loaded"):
+        read(tmp_path / "c")
+    with pytest.raises(DigestError, match="may be partly filled"):
+        load({"w": np.zeros(3)}, tmp_path / "c", no_dist=True)
 
 
 def test_every_rank_gets_the_same_error(damaged: tuple[Path, Damage], tmp_path: Path) -> None:

@@ -262,6 +262,12 @@ def test_what_has_no_place_is_refused(value: Any) -> None:
         save({"a": value})
 
 
+def test_a_tensor_of_a_platform_that_is_not_there() -> None:
+    strange = type("Tensor", (), {"__module__": "torch_npu.of.some.kind"})()
+    with pytest.raises(UnsupportedTypeError, match="install hyper-ckpt-torch"):
+        save({"a": strange})
+
+
 def test_the_remedies_are_named() -> None:
     with pytest.raises(UnsupportedTypeError, match=r"codec.*state_dict.*allow_pickle"):
         save({"a": object()})

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from hyper_ckpt.contracts.platform import PlainTensor
+from hyper_ckpt.contracts.platform import HostTensor
 from hyper_ckpt.dtypes import dtype_of
 from hyper_ckpt.errors import CheckpointError
 from hyper_ckpt.host_memory import address_of, bytes_at
@@ -68,7 +68,7 @@ def _values(s: Subject) -> Iterator[tuple[str, Any]]:
     yield "a string", "w"
 
 
-def _as_the_others_say(s: Subject, value: Any) -> PlainTensor | None:
+def _as_the_others_say(s: Subject, value: Any) -> HostTensor | None:
     """What `plain` may say; None: only None."""
     try:
         description, views = s.tensors.describe(value), []
@@ -80,4 +80,4 @@ def _as_the_others_say(s: Subject, value: Any) -> PlainTensor | None:
     if description is None or view is None or not view.size or not view.flags.c_contiguous:
         return None
     nbytes = math.prod(description.shape) * dtype_of(description.dtype).itemsize
-    return PlainTensor(description, address_of(view), nbytes) if nbytes == view.nbytes else None
+    return HostTensor(description, address_of(view), nbytes) if nbytes == view.nbytes else None

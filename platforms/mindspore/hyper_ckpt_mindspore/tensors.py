@@ -16,8 +16,8 @@ from hyper_ckpt.builtin.numpy_tensors import check_writable, memory_key, overlap
 from hyper_ckpt.contracts.platform import (
     WHOLE_FINGERPRINT_BYTES,
     Carrier,
+    HostTensor,
     LocalShard,
-    PlainTensor,
     TensorDescription,
     Tensors,
     sampled_fingerprint,
@@ -124,7 +124,7 @@ class MindSporeTensors(Tensors):
         finish()  # the memory is there only when the tensor was computed
         return (str(value.dtype), value.shape, tuple(value.stride()), value.data_ptr(), str(value.device))
 
-    def plain(self, value: Any) -> PlainTensor | None:
+    def plain(self, value: Any) -> HostTensor | None:
         known = type(value) in (ms.Tensor, ms.Parameter) and not value.has_init and not value.is_meta
         if not known or not self._device.on_host(value) or not value.is_contiguous():
             return None
@@ -134,7 +134,7 @@ class MindSporeTensors(Tensors):
         if not nbytes:
             return None
         finish()  # the memory is there only when the tensor was computed
-        return PlainTensor(description, value.data_ptr(), nbytes)
+        return HostTensor(description, value.data_ptr(), nbytes)
 
     def _view_or_samples(self, shard: LocalShard) -> Carrier:
         view = self.host_view(shard)

@@ -14,8 +14,8 @@ from hyper_ckpt.builtin.numpy_tensors import memory_key, overlaps_itself
 from hyper_ckpt.contracts.platform import (
     WHOLE_FINGERPRINT_BYTES,
     Carrier,
+    HostTensor,
     LocalShard,
-    PlainTensor,
     TensorDescription,
     Tensors,
     sampled_fingerprint,
@@ -119,7 +119,7 @@ class TorchTensors(Tensors):
         local = _signature(dtensor._local_tensor)
         return None if local is None else (type(value), *self._layouts.signature(dtensor), value.shape, local)
 
-    def plain(self, value: Any) -> PlainTensor | None:
+    def plain(self, value: Any) -> HostTensor | None:
         kind: Any = type(value)
         if not _is_ordinary(kind) or not value.is_cpu or value.layout is not torch.strided:
             return None
@@ -129,7 +129,7 @@ class TorchTensors(Tensors):
         nbytes = form.dense_nbytes
         if not nbytes or value.storage_offset() * form.carrier.itemsize + nbytes > value.untyped_storage().nbytes():
             return None
-        return PlainTensor(form.description, value.data_ptr(), nbytes)
+        return HostTensor(form.description, value.data_ptr(), nbytes)
 
     def before_writes(self, values: Sequence[Any]) -> None:
         for value in values:
