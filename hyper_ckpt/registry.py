@@ -8,6 +8,7 @@ import importlib
 import importlib.metadata
 import os
 import sys
+from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -371,7 +372,7 @@ def _is_of(cls: type, spec: PlatformSpec) -> bool:
     return any(base.__module__.partition(".")[0] in spec.modules for base in cls.__mro__)
 
 
-_HOLDERS = (dict, list, tuple, PerRank, ShardedTensor)
+_HOLDERS = (dict, list, tuple, deque, PerRank, ShardedTensor)
 
 
 def leaf_types(value: Any, inside: bool = False) -> Iterator[type]:
@@ -389,7 +390,7 @@ def leaf_types(value: Any, inside: bool = False) -> Iterator[type]:
         below: Collection[Any]
         if isinstance(item, dict):
             below = item.values()
-        elif isinstance(item, list | tuple):
+        elif isinstance(item, list | tuple | deque):
             below = item
         elif isinstance(item, PerRank):
             below = [item.value]

@@ -331,16 +331,15 @@ class Loading:
         return dataclasses.replace(located, want=own[located.want] if len(own) else located.want)
 
     def _targets(self, wanted: Mapping[str, Any]) -> dict[str, list[Target]]:
-        targets, plains = {}, []
+        targets = {}
         for name, value in wanted.items():
             plain = self._tensors.plain(value)
             if plain is not None:
-                plains.append(value)
                 dtype, shape = plain.description.dtype, plain.description.shape
                 targets[name] = [Target(name, (0,) * len(shape), shape, dtype, plain.nbytes, plain.address)]
             else:
                 targets[name] = self._shards_of(name, value)
-        self._tensors.before_writes(plains)
+        self._tensors.before_writes([*wanted.values()])
         return targets
 
     def _shards_of(self, name: str, value: Any) -> list[Target]:

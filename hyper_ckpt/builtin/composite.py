@@ -82,8 +82,11 @@ class CompositeTensors(Tensors):
         return None if part is None else part.plain(value)
 
     def before_writes(self, values: Sequence[Any]) -> None:
-        for kind in set(map(type, values)):
-            self._part_of_type[kind].before_writes([value for value in values if type(value) is kind])
+        kinds = set(map(type, values))
+        for part in self._parts:
+            own = [kind for kind in kinds if self._part_of_type.get(kind) is part]  # hand-made shards are nobody's
+            if own:
+                part.before_writes([value for value in values if type(value) in own])
 
     def _part(self, value: Any) -> Tensors:
         known = self._part_of_type.get(type(value))

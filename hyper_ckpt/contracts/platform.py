@@ -237,9 +237,9 @@ class Tensors(ABC):
         return None
 
     def before_writes(self, values: Sequence[Any]) -> None:
-        """Called with the plain targets of a load (perhaps none) before anything is read into them: does what
-        `writable` does besides returning memory, such as telling autograd. May raise, as that; but what cannot be a
-        target at all is not plain."""
+        """Called with all targets of a load (perhaps none) before anything is read into them. For those that are plain
+        nobody asks `writable`: does what that does besides returning memory, such as telling autograd. May raise, as
+        that; but what cannot be a target at all is not plain."""
         return None
 
 

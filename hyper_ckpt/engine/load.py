@@ -70,7 +70,7 @@ class Target(msgspec.Struct, eq=False, gc=False):
 
 
 def refuse_shared_memory(targets: Mapping[str, Sequence[Target]], ties: Mapping[str, str]) -> None:
-    """Refuses targets of several names that share elements: the value that is filled last would win.
+    """Refuses targets that share elements, of several names or of one: the value that is filled last would win.
 
     Args:
         ties: names that are the memory of another and have the same saved value.
@@ -84,19 +84,21 @@ def refuse_shared_memory(targets: Mapping[str, Sequence[Target]], ties: Mapping[
     order = np.lexsort((highs, lows))
     if (highs[order[:-1]] <= lows[order[1:]]).all():
         return
-    reach: list[tuple[int, str, Carrier]] = []  # regions that may go on
+    reach: list[tuple[int, Target]] = []  # regions that may go on
     for i in order.tolist():
-        low, high, name, view = int(lows[i]), int(highs[i]), filled[i].name, filled[i].view
-        name = ties.get(name, name)
-        if reach:
-            reach = [r for r in reach if r[0] > low]
-        for _, other, theirs in reach:
-            if other != name and _overlap(view, theirs):
+        low, high, target = int(lows[i]), int(highs[i]), filled[i]
+        reach = [r for r in reach if r[0] > low]
+        for _, other in reach:
+            names = [ties.get(t.name, t.name) for t in (other, target)]
+            # Tied names may both be here: then each box of one is the same box of the other.
+            tied = names[0] == names[1] and other.offsets == target.offsets
+            if not tied and _overlap(other.view, target.view):
+                what = f"{names[0]!r} and {names[1]!r}" if names[0] != names[1] else f"two shards of {names[0]!r}"
                 raise TargetError(
-                    f"{other!r} and {name!r} share memory in the target, but each was saved by itself: load into "
-                    "clones, or only one of them"
+                    f"{what} share memory in the target, but each was saved by itself: load into clones, or only one "
+                    "of them"
                 )
-        reach.append((high, name, view))
+        reach.append((high, target))
 
 
 def _region(target: Target) -> tuple[int, int]:

@@ -36,29 +36,48 @@ def run_all(tasks: Iterable[Task], threads: int) -> None:
             except BaseException as error:  # whatever it was, it is raised in the caller's thread
                 failures.append(error)
 
-    helpers = [
-        threading.Thread(target=work, name=f"hyper-ckpt-{i}", daemon=True) for i in range(min(threads, len(queue)) - 1)
-    ]
-    started: list[threading.Thread] = []
+    helpers = [Worker(work, f"hyper-ckpt-{i}") for i in range(min(threads, len(queue)) - 1)]
     try:
         for helper in helpers:
-            started.append(helper)
             helper.start()
     except RuntimeError:  # the system gives no more threads: go on with those there are
-        started.pop()
+        pass
     except BaseException as error:
         failures.append(error)
     try:
         work()
-        for helper in started:
-            helper.join()
-    except BaseException as error:  # an interrupt of this thread: nobody may go on using the caller's memory
+    except BaseException as error:
         failures.append(error)
-        for helper in started:
-            if helper.ident is not None:
-                helper.join()
+    for helper in helpers:
+        helper.finish(failures)
     if failures:
         raise failures[0]
+
+
+class Worker(threading.Thread):
+    """A thread that is waited for whatever happens to the one that waits.
+
+    Not by `join`: one that was interrupted takes the thread for ended, which it is not (bpo-46726, up to Python 3.12).
+    """
+
+    def __init__(self, work: Callable[[], None], name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._work, self._over = work, threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self._over.set()
+
+    def finish(self, interrupts: list[BaseException]) -> None:
+        """Returns when it is over, or if it never began. Interrupts are noted and end nothing before: nobody may go on
+        using the caller's memory."""
+        while self.ident is not None and not self._over.is_set():
+            try:
+                self._over.wait()
+            except BaseException as error:
+                interrupts.append(error)
 
 
 class Running:
@@ -71,7 +90,8 @@ class Running:
         self._tasks, self._threads = list(tasks), threads
         self._failure: BaseException | None = None
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="hyper-ckpt-ahead", daemon=True)
+        self._interrupts: list[BaseException] = []
+        self._thread = Worker(self._run, "hyper-ckpt-ahead")
 
     def start(self) -> None:
         """Begins; where the system gives no thread, it does all of it."""
@@ -88,26 +108,23 @@ class Running:
         Raises:
             BaseException: the first that a task raised.
         """
-        try:
-            self._join()
-        except BaseException:  # an interrupt of this thread: nobody may go on using the caller's memory
-            self.stop()
-            raise
+        self._finish()
         if self._failure is not None:
             raise self._failure
 
     def stop(self) -> None:
         """Begins no further task, and returns when those that were begun are over. What they raise is lost."""
         self._stopped = True
-        self._join()
+        self._finish()
 
-    def _join(self) -> None:
-        if self._thread.ident is not None:
-            self._thread.join()
+    def _finish(self) -> None:
+        self._thread.finish(self._interrupts)
+        if self._interrupts:
+            raise self._interrupts.pop()
 
     def _run(self) -> None:
         def unless_stopped(task: Task) -> Task:
-            return lambda: None if self._stopped else task()
+            return lambda: None if self._stopped or self._interrupts else task()
 
         try:
             run_all([unless_stopped(task) for task in self._tasks], self._threads)

@@ -16,7 +16,7 @@ from hyper_ckpt.state.build import Builder, MakeTensor, Sources, keyed_value, se
 from hyper_ckpt.state.codec_table import CodecTable
 from hyper_ckpt.state.codecs import BUILTIN
 from hyper_ckpt.state.digests import canonical
-from hyper_ckpt.state.flatten import FlatState, is_stateful
+from hyper_ckpt.state.flatten import FlatState, has_state, is_stateful
 from hyper_ckpt.state.names import escape_keys, join, parse_key, shown
 from hyper_ckpt.state.tree import (
     BlobNode,
@@ -145,7 +145,9 @@ class _Changes:
     def _container(self, value: Any, node: Any, name: str | None) -> Any:
         self._claim(value, node, name)
         if not self._tensors and set(map(type, node.v)) == {TensorNode}:
-            return value  # all have been filled where they stand
+            kinds = set(map(type, value.values() if isinstance(value, dict) else value))
+            if not any(map(has_state, kinds)):  # an object may have given a tensor as its state
+                return value  # all have been filled where they stand
         if isinstance(node, KeyedNode):
             saved = dict(zip(node.k, node.v, strict=True))
             new = {}

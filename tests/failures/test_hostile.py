@@ -285,3 +285,12 @@ def test_headers_of_any_bytes(path: Path) -> None:
         file.write_bytes(good[:number] + bytes([good[number] ^ 0xFF]) + good[number + 1 :])
         with pytest.raises(CorruptCheckpointError):
             load(make_state(), path, no_dist=True, verify="off")
+
+
+def test_no_memory_is_taken_for_what_is_stored_nowhere(path: Path) -> None:
+    bad = manifest_of(path)
+    HOSTILE["no columns"](bad)
+    set_at([3, 2**53], "tensors", "columns", "shape")(bad)
+    put(path, bad)
+    with pytest.raises(CoverageError, match="'columns'"):
+        read(path)

@@ -2,6 +2,9 @@
 
 import contextlib
 import itertools
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -161,3 +164,27 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(StoreError, match="folder"):
         reader_of(store).read_run(piece_of(DATA, file="folder"), 0, target.data)
+
+
+def test_interrupts_do_not_leave_threads_at_work() -> None:
+    done = []
+
+    def slow() -> None:
+        time.sleep(0.4)
+        done.append(1)
+
+    def interrupted() -> None:
+        time.sleep(0.05)  # until the helper has begun
+        raise KeyboardInterrupt
+
+    def again() -> None:
+        time.sleep(0.1)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    tasks = [lambda: slow() if threading.current_thread() is not threading.main_thread() else interrupted()] * 2
+    other = threading.Thread(target=again)
+    other.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_all(tasks, 2)
+    assert done == [1]
+    other.join()

@@ -161,3 +161,16 @@ def test_targets_side_by_side_in_one_memory() -> None:
     both = np.zeros((4, 6))
     hyper_ckpt.load({"a": both[:, ::2], "b": both[:, 1::2]}, url)
     assert both[0].tolist() == [1, 2, 1, 2, 1, 2]
+
+
+@pytest.mark.parametrize(("one", "other"), [((0, 4), (0, 4)), ((0, 4), (2, 6))])
+@pytest.mark.parametrize("length", [1, 300_000])
+def test_shards_of_one_tensor_must_not_share_memory(one: tuple[int, int], other: tuple[int, int], length: int) -> None:
+    url = "memory://ties/shards-in-one-place"
+    hyper_ckpt.save({"w": np.arange(8.0 * length)}, url, no_dist=True, overwrite=True)
+    memory = np.zeros(6 * length)
+    parts = [memory[low * length : high * length] for low, high in (one, other)]
+    target = ShardedTensor([(parts[0], (0,)), (parts[1], (4 * length,))], (8 * length,))
+    with pytest.raises(TargetError, match="two shards of 'w' share memory"):
+        hyper_ckpt.load({"w": target}, url, no_dist=True)
+    assert not memory.any()

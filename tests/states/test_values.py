@@ -214,3 +214,26 @@ def test_keys_may_be_patterns() -> None:
     assert hyper_ckpt.read(url, keys=["ste[p]"]) == {"step": 3}
     with pytest.raises(MissingKeyError, match=r"'layers\.\*'"):
         hyper_ckpt.read(url, keys=["layers.*"])
+
+
+class ArrayAsState:
+    """Its state is an array, not a dict."""
+
+    def __init__(self, value: float) -> None:
+        self.value = np.full(3, value)
+
+    def state_dict(self) -> np.ndarray:
+        return self.value.copy()
+
+    def load_state_dict(self, state: np.ndarray) -> None:
+        self.value = state.copy()
+
+
+@pytest.mark.parametrize(
+    "around", [lambda o: {"x": o}, lambda o: [o], lambda o: {"x": o, "s": 1}, lambda o: (o, o.value)]
+)
+def test_an_object_whose_state_is_a_tensor_is_given_it(tmp_path: Path, around: Any) -> None:
+    hyper_ckpt.save({"d": around(ArrayAsState(1.0))}, tmp_path / "c", no_dist=True)
+    target = ArrayAsState(0.0)
+    hyper_ckpt.load({"d": around(target)}, tmp_path / "c", no_dist=True)
+    assert target.value.tolist() == [1.0] * 3

@@ -150,7 +150,7 @@ def _signature(tensor: torch.Tensor) -> Hashable | None:
 
 def _count_write(tensor: torch.Tensor) -> None:
     """Writes into memory go past autograd: without this, a backward pass that saved the old values would go on with the
-    new ones in silence."""
+    new ones in silence. A DTensor counts for itself, its local tensor too."""
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import hyper_ckpt
 from hyper_ckpt import layout as layouts
 from hyper_ckpt.contracts.platform import TensorDescription
 from hyper_ckpt.errors import UnsupportedLayoutError
@@ -336,3 +337,18 @@ def signatures(rank: int, world_size: int) -> None:
 
 def test_signatures(gloo):
     gloo(signatures)
+
+
+def autograd_notices(rank: int, world_size: int, path: str) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    hyper_ckpt.save({"w": torch.ones(8, 3)}, path, durable=False)
+    weight = distribute_tensor(torch.full((8, 3), 2.0), mesh, [Shard(0)]).requires_grad_()
+    loss = (weight * weight).sum()
+    hyper_ckpt.load({"w": weight}, path)
+    assert (weight.full_tensor() == 1).all()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_autograd_notices_a_load_into_a_dtensor(gloo, tmp_path):
+    gloo(autograd_notices, str(tmp_path / "c"))

@@ -1,6 +1,7 @@
 """Objects with state_dict and load_state_dict stand in the state as they are, and are filled in place."""
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -230,3 +231,10 @@ def test_fsdp2_moments_that_are_not_there_yet(gloo: Gloo, tmp_path: Path) -> Non
     unexpected, warned = zip(*gloo(load_fresh, path, world_size=2), strict=True)
     assert unexpected == (18, 18)
     assert warned == (["18 saved values were not loaded, si"], []), "rank 0 says it"
+
+
+def test_tensors_in_a_deque_choose_the_platform(tmp_path: Path) -> None:
+    hyper_ckpt.save({"window": deque([torch.ones(2)])}, tmp_path / "c")
+    target = {"window": deque([torch.zeros(2)])}
+    hyper_ckpt.load(target, tmp_path / "c")
+    assert target["window"][0].tolist() == [1.0, 1.0]
