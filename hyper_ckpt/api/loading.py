@@ -26,9 +26,10 @@ from hyper_ckpt.contracts.platform import Platform
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.description import Description, without
 from hyper_ckpt.dtypes import dtype_of
-from hyper_ckpt.engine.load import Loader, LoadJob, Target, refuse_shared_memory
+from hyper_ckpt.engine.load import Loader, LoadJob
 from hyper_ckpt.engine.stage import from_host
 from hyper_ckpt.engine.stored import Stored
+from hyper_ckpt.engine.targets import Target, refuse_shared_memory
 from hyper_ckpt.errors import MissingFileError, UnsupportedStateError
 from hyper_ckpt.manifest import MANIFEST_NAME, VERSION, Manifest
 from hyper_ckpt.options import DEFAULT_MAX_HOST_BYTES, LoadOptions, ShareReads, Strict, Verify
