@@ -73,9 +73,12 @@ class Worker(threading.Thread):
     def finish(self, interrupts: list[BaseException]) -> None:
         """Returns when it is over, or if it never began. Interrupts are noted and end nothing before: nobody may go on
         using the caller's memory."""
-        while self.ident is not None and not self._over.is_set():
+        begun = self.ident is not None
+        while begun:
             try:
                 self._over.wait()
+                self.join()  # what is left of it must not outlive the interpreter
+                return
             except BaseException as error:
                 interrupts.append(error)
 
