@@ -370,7 +370,7 @@ class Loader:
         whole: list[BlockRun] = []
         for row, destination in wanted:
             i = self._small_whole.get(row)
-            if i is not None and destination.flags.c_contiguous:
+            if i is not None:
                 small.append(i)
                 targets.append(destination)
             else:
@@ -379,7 +379,7 @@ class Loader:
         yield from self._reader.block_tasks(whole, self.job.threads)
 
     def _small_tasks(self, small: Sequence[int], targets: Sequence[Carrier | int]) -> Iterator[Task]:
-        """Tasks that fill contiguous targets with small pieces, given as rows of what was located; file by file."""
+        """Tasks that fill targets with small pieces, given as rows of what was located; file by file."""
         if not small:
             return
         job, located = self.job, np.array(small)

@@ -88,7 +88,7 @@ class PieceReader:
             yield lambda low=low, part=part, inner=inner: self._read_slab(piece, strides, low, part, inner)  # type: ignore[misc]
 
     def small_tasks(self, pieces: SmallPieces, targets: Sequence[Carrier | int]) -> Iterator[Task]:
-        """Tasks that fill contiguous targets, arrays or addresses, with small pieces, whole, many to a task."""
+        """Tasks that fill targets, arrays or addresses, with small pieces, whole, many to a task."""
         batch = np.cumsum(pieces.sizes) // (BLOCK_BYTES - SMALL_BYTES)
         bounds = [0, *(np.flatnonzero(np.diff(batch)) + 1).tolist(), len(targets)]
         for low, high in itertools.pairwise(bounds):
@@ -114,8 +114,10 @@ class PieceReader:
                     if digest is not None and block_digest(block) != digest:
                         number = int(np.searchsorted(ends, end))
                         raise self._damaged(pieces.names[low + number], pieces.file, int(bases[number]), len(block))
-                    into = bytes_at(target, end - at) if isinstance(target, int) else target.data.cast("B")
-                    into[:] = block
+                    if isinstance(target, int):
+                        bytes_at(target, end - at)[:] = block
+                    else:
+                        target[...] = np.frombuffer(block, target.dtype).reshape(target.shape)
                     at = end
             finally:
                 self.stager.release(buffer)

@@ -112,3 +112,23 @@ def test_as_many_bytes_as_are_needed_in_another_world(tmp_path: Path, counter: C
     files = sorted((tmp_path / "c").glob("*.safetensors"))
     header = sum(f.stat().st_size for f in files) - needed
     assert needed <= counter.data <= needed + world * header, "the data once, and each rank the headers it opens"
+
+
+@pytest.mark.parametrize("verify", ["off", "during"])
+def test_small_tensors_are_read_together_however_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: Any
+) -> None:
+    state = {f"w{i}": np.arange(12.0).reshape(3, 4) + i for i in range(200)}
+    hyper_ckpt.save(state, tmp_path / "c", no_dist=True)
+    target: dict[str, Any] = {name: np.zeros((4, 3)).T for name in state}
+    target |= {f"w{i}": np.zeros((3, 4)) for i in range(0, 200, 3)}
+    reads, read_into = [], LocalStore.read_into
+
+    def counted(store: Any, name: str, ranges: Any, buffers: Any) -> None:
+        reads.append(name)
+        read_into(store, name, ranges, buffers)
+
+    monkeypatch.setattr(LocalStore, "read_into", counted)
+    hyper_ckpt.load(target, tmp_path / "c", no_dist=True, verify=verify)
+    assert all(np.array_equal(target[name], value) for name, value in state.items())
+    assert sum(name.endswith(".safetensors") for name in reads) <= 3  # the header; plain ones; the others
