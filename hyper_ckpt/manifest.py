@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -345,7 +346,7 @@ class Manifest:
             raise ValueError("the grid does not fit")
         file = np.array(lists[grid.files], np.int64)
         # Bounded by the list of files before anything of that size is made.
-        if _product([len(c) for c in grid.cuts]) != len(file):
+        if math.prod([len(c) for c in grid.cuts]) != len(file):
             raise ValueError("the grid has not one file per cell")
         if any(c[:1] != [0] for c in grid.cuts):
             raise ValueError("the grid does not begin at 0")
@@ -388,7 +389,7 @@ def _check_size(dtype: str, shape: tuple[int, ...]) -> None:
     if dtype not in BY_NAME:
         raise ValueError(f"unknown dtype {dtype!r}")
     impossible = len(shape) > MAX_DIMS or any(not 0 <= n < 1 << 60 for n in shape)
-    if impossible or _product(shape) * BY_NAME[dtype].itemsize >= 1 << 60:
+    if impossible or math.prod(shape) * BY_NAME[dtype].itemsize >= 1 << 60:
         raise ValueError(f"impossible shape {shape}")
 
 
@@ -396,10 +397,3 @@ class _Head(msgspec.Struct, frozen=True):
     format: str
     version: int
     library: str = "unknown"
-
-
-def _product(numbers: Iterable[int]) -> int:
-    out = 1
-    for n in numbers:
-        out *= n
-    return out

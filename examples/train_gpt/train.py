@@ -115,7 +115,7 @@ def main() -> None:
         folder = Path(args.measure)
         _log(trainer, args.events, event="measured", **measure(trainer.state(), folder, 1 if args.tiny else 9))
     if dist.is_initialized():
-        dist.barrier()  # ranks leave together: gloo may abort one that takes its group down under another's last call
+        dist.barrier()  # ranks leave together, none while another is in its last call
         dist.destroy_process_group()
 
 

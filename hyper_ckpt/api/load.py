@@ -17,7 +17,8 @@ from hyper_ckpt.api.common import (
     resolve_platform,
     settle,
 )
-from hyper_ckpt.api.loading import LoadCall, Loading, LoadReport
+from hyper_ckpt.api.load_report import LoadReport
+from hyper_ckpt.api.loading import LoadCall, Loading
 from hyper_ckpt.api.reporting import Reporter
 from hyper_ckpt.builtin.numpy_platform import SingleRank
 from hyper_ckpt.contracts.placement import StorageReader

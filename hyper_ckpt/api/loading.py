@@ -16,6 +16,7 @@ import numpy as np
 from hyper_ckpt import errors
 from hyper_ckpt.agreement import Operation, StoppedError, broadcast_bytes
 from hyper_ckpt.api.common import RememberedTensors, all_tensors, attempt, few, tensor_test
+from hyper_ckpt.api.load_report import LoadReport
 from hyper_ckpt.api.matching import Match, Matcher, count_votes, refuse_unexpected
 from hyper_ckpt.api.reporting import Reporter
 from hyper_ckpt.api.sharing import choose_sharing, pass_on_blobs
@@ -40,50 +41,6 @@ from hyper_ckpt.state.tree import has_blobs
 
 MAX_ATTEMPTS = 100
 """How often a load begins again because the checkpoint was replaced under it: each time, a save was completed."""
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """What a load did on this rank.
-
-    Args:
-        loaded: names of the tensors that were filled.
-        unfilled: names of those that the planner left as they were, all or a part of each.
-        missing: names that the target wants and the checkpoint does not have; left as they were.
-        unexpected: names that the checkpoint has and the target does not want.
-        mismatched: what was left as it was because kind, shape or dtype differ, each with the reason.
-        kept: `PerRank` names that kept the target's value, because no such rank saved one.
-        bytes_read: bytes of tensors that this rank read from the store.
-        bytes_received: bytes of tensors that other ranks read for it.
-        peak_host_bytes: the most host memory held besides the target.
-        seconds: per phase.
-        shared_reads: whether reads were shared.
-        shared_boxes, broadcasts, packed_boxes: how many boxes this rank read for others or got from them, in how many
-            messages, and how many of them travelled together with others.
-        mapped: names of the target that `map_keys` found, with the saved names.
-    """
-
-    loaded: tuple[str, ...]
-    unfilled: tuple[str, ...]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    mismatched: tuple[str, ...]
-    kept: tuple[str, ...]
-    bytes_read: int
-    bytes_received: int
-    peak_host_bytes: int
-    seconds: dict[str, float]
-    mapped: dict[str, str]
-    shared_reads: bool
-    shared_boxes: int
-    broadcasts: int
-    packed_boxes: int
-
-    def __repr__(self) -> str:
-        names = ("loaded", "unfilled", "missing", "unexpected", "mismatched", "kept")
-        counts = [f"{len(getattr(self, name)):,} {name}" for name in names if getattr(self, name)]
-        read = f"{self.bytes_read:,} bytes read, {self.bytes_received:,} received"
-        return f"<LoadReport: {', '.join(counts) or 'nothing loaded'}; {read}, {sum(self.seconds.values()):.3g} s>"
 
 
 @dataclass(frozen=True, eq=False)

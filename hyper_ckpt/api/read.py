@@ -19,7 +19,7 @@ from hyper_ckpt.contracts.platform import Platform, TensorDescription
 from hyper_ckpt.engine.stage import from_host
 from hyper_ckpt.engine.stored import Stored
 from hyper_ckpt.engine.workers import default_threads
-from hyper_ckpt.errors import CoverageError, MissingFileError, MissingKeyError
+from hyper_ckpt.errors import MissingFileError, MissingKeyError
 from hyper_ckpt.layout import Replicated
 from hyper_ckpt.manifest import Manifest
 from hyper_ckpt.metadata import Metadata
@@ -28,7 +28,7 @@ from hyper_ckpt.planning.standard import StandardLoadPlanner
 from hyper_ckpt.registry import registry
 from hyper_ckpt.state import rebuild, select, skeleton
 from hyper_ckpt.state.walk import all_names, prune, tensor_names
-from hyper_ckpt.storage.filesystem import FileSystemReader, is_whole
+from hyper_ckpt.storage.filesystem import FileSystemReader, is_whole, not_whole
 
 
 def read_metadata(
@@ -113,9 +113,7 @@ def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None, repor
     others = [manifest.tensor(saved[i]) for i in np.flatnonzero(file < 0).tolist()]
     for stored in others:
         if not is_whole(stored):  # known before memory is taken for it
-            raise CoverageError(
-                f"{manifest.checkpoint}: {stored.name!r} is not stored whole: load an earlier checkpoint"
-            )
+            raise not_whole(manifest, stored.name)
     parts = [stored.copies[0].file for stored in others]
     loading = Loading(call, operation(chosen, DEFAULT_TIMEOUT, "read"), reporter)
     files = Stored(call.store, manifest, call.verify != "off")

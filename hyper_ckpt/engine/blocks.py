@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from hyper_ckpt.engine.digest import Digests
+from hyper_ckpt.engine.digest import Digests, block_count
 from hyper_ckpt.receipt import BLOCK_BYTES
 
 GROUP_BYTES = 128 * BLOCK_BYTES
@@ -86,12 +86,12 @@ class SharedBlocks:
         return iter(self._left.popleft, None)
 
     def _blocks(self) -> Iterator[Block]:
-        for piece, start, target in map(attrgetter("piece", "start", "target"), self.runs):
+        for run in self.runs:
+            piece, first = run.piece, run.start // BLOCK_BYTES
             assert piece.digests is not None
-            first, count = start // BLOCK_BYTES, -(-len(target) // BLOCK_BYTES)
-            for number, digest in enumerate(piece.digests[first : first + count].tolist(), first):
+            for number, digest in enumerate(piece.digests[first:][: block_count(len(run.target))].tolist(), first):
                 low = number * BLOCK_BYTES
-                view = target[low - start : low - start + BLOCK_BYTES]
+                view = run.target[low - run.start :][:BLOCK_BYTES]
                 yield Block(((view,), piece.base + low), view, digest, piece, number)
 
 

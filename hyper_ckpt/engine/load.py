@@ -111,7 +111,7 @@ class Loader:
             if target.memory is None:
                 rows_of.setdefault(id(target), []).append(row)
         for rows in rows_of.values():
-            target = self._target(rows[0])[0]
+            target = self._target(rows[0])
             target.keeps = self.nbytes[rows[0]] != target.nbytes and not self._fills(rows, target)
 
     def _fills(self, rows: list[int], target: Target) -> bool:
@@ -125,7 +125,7 @@ class Loader:
     def _shared_bytes(self, count: int) -> int:
         """The most bytes of buffers that are held while shared boxes are read, `count` batches at a time: for staged
         shards, from the first batch that fills a part of one to the last, and for messages."""
-        batches = [[self._target(row)[0] for row in members] for _, _, members in self._batches]
+        batches = [[self._target(row) for row in members] for _, _, members in self._batches]
         last = {id(t): n for n, targets in enumerate(batches) for t in targets if t.memory is None}
         messages = [int(self.nbytes[members].sum()) for _, _, members in self._batches]
         if not last:
@@ -171,9 +171,9 @@ class Loader:
         self._run_shared()
         # What nobody waits for comes last.
         alone = np.flatnonzero(self.job.columns.group < 0).tolist()
-        direct = [r for r in alone if not self._places[r][0].staged]
-        run_all(self._direct_tasks(direct), self.job.threads)
-        for rows in self._staging_batches([r for r in alone if self._places[r][0].staged]):
+        direct = [r for r in alone if not self._target(r).staged]
+        run_all(self.all_tasks([(r, self._in_place(r)) for r in direct]), self.job.threads)
+        for rows in self._staging_batches([r for r in alone if self._target(r).staged]):
             self._open(rows)
             run_all(self.all_tasks([(r, self.destination(r)) for r in rows]), self.job.threads)
             self._close(rows)
@@ -200,7 +200,7 @@ class Loader:
 
     def _run_shared(self) -> None:
         """Reads batches and passes them on; where memory allows it, the next is read while one is passed on."""
-        last = {id(self._target(row)[0]): n for n, (_, _, members) in enumerate(self._batches) for row in members}
+        last = {id(self._target(row)): n for n, (_, _, members) in enumerate(self._batches) for row in members}
         ahead: list[SharedPart] | None = None
         for n, (number, batch, members) in enumerate(self._batches):
             parts, ahead = self._read_batch(n) if ahead is None else ahead, None
@@ -215,7 +215,7 @@ class Loader:
             self._broadcasting = False
             self._close(members)
             # What only private reads complete is copied in for now: it holds no buffer until then.
-            self._set_aside([row for row in members if last[id(self._target(row)[0])] == n])
+            self._set_aside([row for row in members if last[id(self._target(row))] == n])
 
     def _read_batch(self, n: int) -> list[SharedPart]:
         """Starts to read this rank's part of a batch."""
@@ -242,7 +242,7 @@ class Loader:
         open_targets: set[int] = set()
         held = 0
         for row in rows:
-            target = self._target(row)[0]
+            target = self._target(row)
             new = id(target) not in open_targets
             if new and batch and held + target.nbytes > self._staging_limit:
                 yield batch
@@ -256,7 +256,7 @@ class Loader:
     def _open(self, rows: Sequence[int]) -> None:
         kept: list[tuple[Target, ByteBuffer]] = []
         for row in rows:
-            target, _ = self._target(row)
+            target = self._target(row)
             if target.memory is None:
                 target.staging = self.take(target.nbytes)
                 flat = target.staging[: target.nbytes].view(dtype_of(target.dtype).carrier)
@@ -268,7 +268,7 @@ class Loader:
     def _close(self, rows: Sequence[int]) -> None:
         """Copies in the shards of which every box has been filled."""
         for row in rows:
-            self._target(row)[0].remaining -= 1
+            self._target(row).remaining -= 1
         self._copy_in(t for t in self._staged(rows) if t.remaining == 0)
 
     def _set_aside(self, rows: Sequence[int]) -> None:
@@ -279,7 +279,7 @@ class Loader:
 
     def _staged(self, rows: Sequence[int]) -> list[Target]:
         """The shards of some rows that have a buffer now."""
-        targets = {id(t): t for t in (self._target(row)[0] for row in rows) if t.staging is not None}
+        targets = {id(t): t for t in (self._target(row) for row in rows) if t.staging is not None}
         return list(targets.values())
 
     def _copy_in(self, targets: Iterable[Target]) -> None:
@@ -301,11 +301,12 @@ class Loader:
             settle(started)
             raise
 
-    def _target(self, row: int) -> tuple[Target, tuple[int, ...] | None]:
-        """The target that a wanted box lies in, and the box's offsets inside it; None where it is all of it."""
-        return self._places[row]
+    def _target(self, row: int) -> Target:
+        """The target that a wanted box lies in."""
+        return self._places[row][0]
 
     def _find_all(self) -> Iterator[tuple[Target, tuple[int, ...] | None]]:
+        """For each wanted box the target that it lies in, and its offsets inside that; None where it is all of it."""
         columns, table = self.job.columns, self.job.columns.table
         shapes = table.padded_shapes()[columns.tensor]
         whole = (columns.offsets == 0).all(axis=1) & (columns.sizes == shapes).all(axis=1)
@@ -331,6 +332,13 @@ class Loader:
         target, low = self._places[row]
         return target.view if low is None else cut(target.view, low, self._box(row)[1])
 
+    def _in_place(self, row: int) -> Carrier | int:
+        """The memory of a wanted box that is filled where it lies. Small pieces make no array of each plain tensor that
+        they fill: its address is enough."""
+        target, low = self._places[row]
+        small = low is None and row in self._small_whole
+        return target.memory if small and isinstance(target.memory, int) else self.destination(row)
+
     def _box(self, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Offsets and sizes of a wanted box."""
         return self.job.columns.boxes()[row]
@@ -347,31 +355,14 @@ class Loader:
         piece = self.job.stored.piece(name, int(located.file[i]), int(located.start[i]), nbytes)
         return piece, shape, offsets, sizes, itemsize
 
-    def _direct_tasks(self, rows: Sequence[int]) -> Iterator[Task]:
-        """Tasks that fill wanted boxes where they lie. Small pieces that fill plain tensors make no array of each."""
-        small: list[int] = []
-        targets: list[Carrier | int] = []
-        others: list[tuple[int, Carrier]] = []
-        for row in rows:
-            target, low = self._places[row]
-            i = self._small_whole.get(row)
-            if i is not None and low is None and isinstance(target.memory, int):
-                small.append(i)
-                targets.append(target.memory)
-            else:
-                others.append((row, self.destination(row)))
-        yield from self._small_tasks(small, targets)
-        yield from self.all_tasks(others)
-
-    def all_tasks(self, wanted: Sequence[tuple[int, Carrier]]) -> Iterator[Task]:
+    def all_tasks(self, wanted: Sequence[tuple[int, Carrier | int]]) -> Iterator[Task]:
         """Tasks that fill wanted boxes, given with their memory. Small pieces wanted whole are read together."""
         small: list[int] = []
         targets: list[Carrier | int] = []
         whole: list[BlockRun] = []
         for row, destination in wanted:
-            i = self._small_whole.get(row)
-            if i is not None:
-                small.append(i)
+            if isinstance(destination, int) or row in self._small_whole:
+                small.append(self._small_whole[row])
                 targets.append(destination)
             else:
                 yield from self._read_tasks(row, destination, whole)

@@ -142,12 +142,10 @@ class _Changes:
             new = self._from_payload(value.value, payload[0], name)
             self.noted.append(lambda: setattr(value, "value", new))
 
-    def _container(self, value: Any, node: Any, name: str | None) -> Any:
+    def _container(self, value: Any, node: Node, name: str | None) -> Any:
         self._claim(value, node, name)
-        if not self._tensors and set(map(type, node.v)) == {TensorNode}:
-            kinds = set(map(type, value.values() if isinstance(value, dict) else value))
-            if not any(map(has_state, kinds)):  # an object may have given a tensor as its state
-                return value  # all have been filled where they stand
+        if self._is_filled(value, node):
+            return value
         if isinstance(node, KeyedNode):
             saved = dict(zip(node.k, node.v, strict=True))
             new = {}
@@ -166,6 +164,14 @@ class _Changes:
             return value if unchanged else tuple.__new__(type(value), items)
         self.noted.append(lambda: _set_sequence(value, items))
         return value
+
+    def _is_filled(self, value: Any, node: Node) -> bool:
+        """Whether a container holds nothing but tensors, which have been filled where they stand."""
+        only_tensors = isinstance(node, KeyedNode | SequenceNode) and set(map(type, node.v)) == {TensorNode}
+        if self._tensors or not only_tensors:
+            return False
+        # An object may have given a tensor as its state.
+        return not any(map(has_state, set(map(type, value.values() if isinstance(value, dict) else value))))
 
     def _plain(self, value: Any, node: Node, name: str | None) -> Any:
         new = self._builder.value(node, name)

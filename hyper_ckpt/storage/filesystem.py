@@ -264,7 +264,7 @@ class FileSystemReader(StorageReader):
                 pieces = (chunks.offsets[chunk], chunks.sizes[chunk], low[want, chunk], part[want, chunk])
                 padded = [pad(p, wanted.table.width, fill) for p, fill in zip(pieces, (0, 1, 0, 1), strict=True)]
                 return (rows[want], chunks.file[chunk], chunks.start[chunk], *padded)
-        raise CoverageError(f"{manifest.checkpoint}: {stored.name!r} is not stored whole: load an earlier checkpoint")
+        raise not_whole(manifest, stored.name)
 
 
 def _of_one_piece(wanted: Columns, file: IntArray, start: IntArray) -> tuple[IntArray, ...]:
@@ -308,6 +308,11 @@ def _check_names(manifest: Manifest) -> None:
     for file in manifest.files:
         if manifest.save_id not in file.name or file.name.startswith("receipts/"):
             raise ManifestError(f"{manifest.what} is not a valid manifest: {file.name!r} is no data file of this save")
+
+
+def not_whole(manifest: Manifest, name: str) -> CoverageError:
+    """The error for a tensor that, or a part of which, is not stored exactly once."""
+    return CoverageError(f"{manifest.checkpoint}: {name!r} is not stored whole: load an earlier checkpoint")
 
 
 def is_whole(stored: StoredTensor) -> bool:

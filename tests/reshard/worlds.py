@@ -12,6 +12,7 @@ from hyper_ckpt.box import cut, uncovered
 from hyper_ckpt.builtin.numpy_tensors import numpy_dtype
 from hyper_ckpt.contracts.platform import Platform
 from hyper_ckpt.dtypes import BY_NAME
+from hyper_ckpt.layout import Mesh, MeshLayout, Shard
 from hyper_ckpt.manifest import Manifest
 from hyper_ckpt.registry import registry
 from hyper_ckpt.storage.filesystem import FileSystemReader
@@ -118,3 +119,8 @@ def read_back(url: str, whole: dict[str, np.ndarray]) -> None:
     assert hyper_ckpt.verify(url).ok
     state = hyper_ckpt.read(url)
     assert {name: raw(value) for name, value in state.items()} == {name: raw(value) for name, value in whole.items()}
+
+
+def by_rows(world_size: int) -> MeshLayout:
+    """Rows shared out over all ranks."""
+    return MeshLayout(Mesh((world_size,), tuple(range(world_size))), (Shard(0),))

@@ -118,23 +118,26 @@ class MindSporeTensors(Tensors):
         return key if key is None or self._device.on_host(tensor) else (key, str(tensor.device))
 
     def signature(self, value: Any) -> Hashable | None:
-        plain = type(value) in (ms.Tensor, ms.Parameter) and not value.has_init and not value.is_meta
-        if not plain or self._layouts.of(value) is not None:
+        if not self._is_whole(value):
             return None
         finish()  # the memory is there only when the tensor was computed
         return (str(value.dtype), value.shape, tuple(value.stride()), value.data_ptr(), str(value.device))
 
     def plain(self, value: Any) -> HostTensor | None:
-        known = type(value) in (ms.Tensor, ms.Parameter) and not value.has_init and not value.is_meta
-        if not known or not self._device.on_host(value) or not value.is_contiguous():
+        if not self._is_whole(value) or not self._device.on_host(value) or not value.is_contiguous():
             return None
-        if str(value.dtype) not in NAMES or self._layouts.of(value) is not None:
+        if str(value.dtype) not in NAMES:
             return None
         description, nbytes = _whole(str(value.dtype), tuple(value.shape))
         if not nbytes:
             return None
         finish()  # the memory is there only when the tensor was computed
         return HostTensor(description, value.data_ptr(), nbytes)
+
+    def _is_whole(self, value: Any) -> bool:
+        """Whether it is a tensor of no class but MindSpore's own, with memory, whole on this rank."""
+        own = type(value) in (ms.Tensor, ms.Parameter) and not value.has_init and not value.is_meta
+        return own and self._layouts.of(value) is None
 
     def _view_or_samples(self, shard: LocalShard) -> Carrier:
         view = self.host_view(shard)

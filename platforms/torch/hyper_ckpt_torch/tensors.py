@@ -121,9 +121,9 @@ class TorchTensors(Tensors):
 
     def plain(self, value: Any) -> HostTensor | None:
         kind: Any = type(value)
-        if not _is_ordinary(kind) or not value.is_cpu or value.layout is not torch.strided:
+        if not _is_ordinary(kind) or not value.is_cpu or not _is_dense(value):
             return None
-        if value.is_quantized or value.is_nested or value.is_conj() or value.is_neg() or value.dtype not in NAMES:
+        if value.is_conj() or value.is_neg() or value.dtype not in NAMES:
             return None
         form = _form(value.dtype, value.shape, value.stride())
         nbytes = form.dense_nbytes
