@@ -49,6 +49,7 @@ class Worker:
                 _, fds, _, _ = socket.recv_fds(self._files, 1, 1)
                 self._mapped[number] = map_file(fds[0])
                 os.close(fds[0])
+            self._send("begun", None)
             self._reply(job)
 
     def _reply(self, job: RemoteJob) -> None:

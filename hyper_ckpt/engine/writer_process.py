@@ -74,12 +74,12 @@ class WriterProcess:
             StoreError: the process died.
         """
         with self._lock:
-            if self._child is None or self._child.process.poll() is not None:
-                self._end()
-                self._child = _Child()
-                weakref.finalize(self, self._child.close)
             try:
-                return self._run(job, self._child)
+                try:
+                    return self._run(job, self._living())
+                except _NeverBegunError:  # the process died before it read the job: another one can take it
+                    self._end()
+                    return self._run(job, self._living())
             except _RaisedThereError as error:
                 raise error.error from None
             except (EOFError, OSError) as error:
@@ -89,14 +89,27 @@ class WriterProcess:
                     "again"
                 ) from error
 
+    def _living(self) -> _Child:
+        """The process; a new one if there is none, or it is known to have died."""
+        if self._child is None or self._child.process.poll() is not None:
+            self._end()
+            self._child = _Child()
+            weakref.finalize(self, self._child.close)
+        return self._child
+
     def _run(self, job: SaveJob, child: _Child) -> WriteResult:
         files: dict[int, SharedFile] = {}
-        child.connection.send(self._as_remote(job, child, files))
+        remote = self._as_remote(job, child, files)
         new = [file for number, file in sorted(files.items()) if number not in child.known]
-        child.connection.send([file.number for file in new])
-        for file in new:
-            socket.send_fds(child.descriptors, [b"f"], [file.fd])
-            child.known.add(file.number)
+        try:
+            child.connection.send(remote)
+            child.connection.send([file.number for file in new])
+            for file in new:
+                socket.send_fds(child.descriptors, [b"f"], [file.fd])
+                child.known.add(file.number)
+            child.connection.recv()  # it has the job
+        except (EOFError, OSError) as error:
+            raise _NeverBegunError(*error.args) from error
         while True:
             kind, value = child.connection.recv()
             if kind == "progress":
@@ -153,6 +166,10 @@ class WriterProcess:
     def pid(self) -> int | None:
         """The process, if there is one."""
         return None if self._child is None else self._child.process.pid
+
+
+class _NeverBegunError(EOFError):
+    """The process has died, and has not begun the job."""
 
 
 class _RaisedThereError(Exception):

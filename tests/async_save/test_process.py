@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from hyper_ckpt import NumpyPlatform, SaveOptions, async_save, read
 from hyper_ckpt.api.common import shared_stage
 from hyper_ckpt.contracts.events import Event, EventSpec
 from hyper_ckpt.contracts.platform import Platform
+from hyper_ckpt.contracts.store import StoreSpec
 from hyper_ckpt.errors import CheckpointError, StoreError
 from hyper_ckpt.hookspecs import hookimpl
 from hyper_ckpt.layout import Mesh, MeshLayout, Replicate, Shard
@@ -84,23 +84,60 @@ def test_one_process_serves_all_saves_and_knows_no_framework(tmp_path: Path, pla
     assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
 
 
-@pytest.mark.parametrize("moment", ["before", "while"])
+def test_a_job_that_never_began_goes_to_another_process(tmp_path: Path, platform: Platform) -> None:
+    """The process is dead, or is killed while the job waits for it: stopped, it cannot have read any."""
+    for number, stopped in enumerate([False, True, False]):
+        async_save(state(), tmp_path / f"{number}-before", platform=platform, options=OPTIONS).result(30)
+        pid = writer(platform).pid
+        os.kill(pid, signal.SIGSTOP if stopped else signal.SIGKILL)
+        handle = async_save(state(number), tmp_path / str(number), platform=platform, options=OPTIONS)
+        if stopped:
+            handle.wait_staged(30)
+            os.kill(pid, signal.SIGKILL)
+        handle.result(30)
+        assert equal(read(tmp_path / str(number)), number)
+        assert writer(platform).pid != pid
+
+
+STUCK = """
+import pathlib, threading
+from hyper_ckpt.storage.local_store import LocalStore
+from hyper_ckpt.testing.faults import WrapperStore
+
+class StuckStore(WrapperStore):
+    def create(self, *args):
+        pathlib.Path(self.inner.url + ".begun").touch()
+        threading.Event().wait()
+
+def open_store(url):
+    return StuckStore(LocalStore(url.removeprefix("stuck://")))
+"""
+
+
+class Stuck:
+    @hookimpl
+    def hyper_ckpt_stores(self) -> list[StoreSpec]:
+        return [StoreSpec(("stuck",), "stuck_store:open_store")]
+
+
 def test_its_death_is_an_error_and_the_next_save_starts_another(
-    tmp_path: Path, platform: Platform, moment: str
+    tmp_path: Path, platform: Platform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async_save(state(), tmp_path / "0", platform=platform, options=OPTIONS).result(30)
+    (tmp_path / "stuck_store.py").write_text(STUCK)
+    monkeypatch.syspath_prepend(tmp_path)  # the process looks for modules where this one does
+    registry().register(Stuck(), "stuck")
+    try:
+        handle = async_save(state(1), f"stuck://{tmp_path}/1", platform=platform, options=OPTIONS)
+    finally:
+        registry().unregister("stuck")
+    while not (tmp_path / "1.begun").exists():
+        assert not handle.done()
     pid = writer(platform).pid
-    if moment == "before":
-        os.kill(pid, signal.SIGKILL)
-        async_save(state(1), tmp_path / "1", platform=platform, options=OPTIONS).result(30)
-    else:
-        os.kill(pid, signal.SIGSTOP)
-        handle = async_save(state(1), tmp_path / "1", platform=platform, options=OPTIONS)
-        threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
-        with pytest.raises(StoreError, match=r"process that writes to .*1 died \(exit code -9\)"):
-            handle.result(30)
-        assert not (tmp_path / "1" / "manifest.json").exists()
-        async_save(state(1), tmp_path / "1", platform=platform, options=OPTIONS).result(30)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(StoreError, match=r"process that writes to .*1 died \(exit code -9\)"):
+        handle.result(30)
+    assert not (tmp_path / "1" / "manifest.json").exists()
+    async_save(state(1), tmp_path / "1", platform=platform, options=OPTIONS).result(30)
     assert equal(read(tmp_path / "1"), 1)
     assert writer(platform).pid != pid
 
