@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -147,3 +148,5 @@ def _log(trainer: Trainer, path: str | None, **event: Any) -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # all is done: torch 2.13's gloo aborts a process at its exit now and then

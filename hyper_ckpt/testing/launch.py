@@ -13,9 +13,10 @@ from typing import Any
 
 from hyper_ckpt.testing.child import Job, Target
 from hyper_ckpt.testing.processes import JobProcess, RankProcess, free_port, rank_environment
+from hyper_ckpt.testing.time_scale import scaled
 
 # How long the others may go on after a rank has failed: enough to raise an error of their own.
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = scaled(5.0)
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def launch(
     Args:
         target: "module:function", "file.py:function" or a module's function, called as
             `function(rank, world_size, *args)`; or the path of a script, which gets `args` as its arguments.
-        timeout: seconds until all must have ended.
+        timeout: seconds until all must have ended, on a quiet machine (see `time_scale`).
         env: more environment variables.
         expect: exit code or signal of the ranks that are to end otherwise than with 0.
 
@@ -68,11 +69,11 @@ def launch(
         for rank in range(world_size):
             runs.append(_start(target, args, rank, world_size, rank_environment(rank, world_size, port, env)))
             stack.callback(runs[-1].process.close)
-        late = _watch(runs, expected, time.monotonic() + timeout)
+        late = _watch(runs, expected, time.monotonic() + scaled(timeout))
         results = [run.finish() for run in runs]
     if late:
         raise LaunchError(
-            f"ranks {late} had to be killed: they did not end within {timeout} s, or after a failure", results
+            f"ranks {late} had to be killed: they did not end within {scaled(timeout)} s, or after a failure", results
         )
     wrong = [r.rank for r in results if r.exit_code != expected.get(r.rank, 0)]
     if wrong:

@@ -10,9 +10,10 @@ from typing import Any
 
 from hyper_ckpt.testing.child import Failure, Job, Target
 from hyper_ckpt.testing.processes import JobProcess, free_port, rank_environment
+from hyper_ckpt.testing.time_scale import scaled
 
 # How long the others may go on after a rank has failed: enough to raise an error of their own.
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = scaled(5.0)
 _POLL_SECONDS = 0.002
 
 
@@ -55,6 +56,7 @@ class RankPool:
 
         Args:
             function: "module:function", "file.py:function", or a function of a module's top level.
+            timeout: seconds until all must have answered, on a quiet machine (see `time_scale`).
 
         Returns:
             What each rank returned.
@@ -69,7 +71,7 @@ class RankPool:
         self._start(world_size)
         for rank in range(world_size):
             self._processes[rank].send(Job(target, rank, world_size, args))
-        replies = self._collect(world_size, time.monotonic() + timeout)
+        replies = self._collect(world_size, time.monotonic() + scaled(timeout))
         if any(replies.get(rank, ("hung", None))[0] != "ok" for rank in range(world_size)):
             raise self._error(replies, world_size)
         return [pickle.loads(replies[rank][1]) for rank in range(world_size)]

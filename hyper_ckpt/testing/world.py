@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, overload
 from hyper_ckpt.builtin.numpy_platform import NumpyPlatform
 from hyper_ckpt.contracts.platform import Platform, Ranks
 from hyper_ckpt.testing.thread_ranks import ThreadRanks, ThreadWorld, WorldBrokenError
+from hyper_ckpt.testing.time_scale import scaled
 
 T = TypeVar("T")
 PlatformFactory = Callable[[Ranks], Platform]
@@ -54,7 +55,7 @@ def run_world(
 
     Args:
         fn: gets the rank's Platform; its `ranks` is a `ThreadRanks`, which counts `traffic`.
-        timeout: seconds for the whole world.
+        timeout: seconds for the whole world, on a quiet machine (see `time_scale`).
         platform: builds a rank's Platform from its Ranks.
         return_exceptions: return a rank's exception in place of its result.
 
@@ -65,7 +66,7 @@ def run_world(
         Exception: what the first failing rank raised, itself, with a note that names the rank.
         TimeoutError: ranks did not finish; names them and shows where they are. Their threads are abandoned.
     """
-    world = ThreadWorld(world_size, time.monotonic() + timeout)
+    world = ThreadWorld(world_size, time.monotonic() + scaled(timeout))
     outcomes: dict[int, T | BaseException] = {}
     failures: list[tuple[int, BaseException]] = []  # in the order in which ranks failed
 
@@ -87,7 +88,7 @@ def run_world(
         thread.start()
     for thread in threads:
         thread.join(max(world.deadline - time.monotonic(), 0))
-    _refuse_unfinished(world, threads, timeout)
+    _refuse_unfinished(world, threads, scaled(timeout))
     if failures and not return_exceptions:
         raise _first_cause(failures, world_size)
     return [outcomes[rank] for rank in range(world_size)]

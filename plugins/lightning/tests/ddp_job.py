@@ -55,3 +55,5 @@ def main(root: str, out: str, seed: int, kill_at: int) -> None:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    sys.stdout.flush()
+    os._exit(0)  # all is done: torch 2.13's gloo aborts a process at its exit now and then
