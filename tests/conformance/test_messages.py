@@ -18,6 +18,7 @@ from hyper_ckpt.contracts.store import Bytes, ByteStore, Expect, ObjectInfo
 from hyper_ckpt.errors import FileSizeError, MissingFileError, StoreError
 from hyper_ckpt.storage.local_store import LocalStore
 from hyper_ckpt.storage.memory_store import MemoryStore
+from hyper_ckpt.testing.conformance import threads
 from hyper_ckpt.testing.conformance.check import Check, run_checks
 from hyper_ckpt.testing.conformance.platform import PLATFORM_CHECKS, PlatformBench
 from hyper_ckpt.testing.conformance.store import STORE_CHECKS, run_on
@@ -67,12 +68,19 @@ def test_describe_of_no_tensor_is_what_is_blamed(tmp_path: Path) -> None:
 
 
 class Hangs(GoodSink):
+    hanging, over = threading.Semaphore(0), threading.Event()
+
     def write_at(self, offset: int, data: Bytes) -> None:
-        threading.Event().wait()
+        Hangs.hanging.release()
+        Hangs.over.wait()
 
 
-def test_a_store_that_hangs_is_shown_where(tmp_path: Path) -> None:
-    for name in ("what_was_written_is_read", "large_objects_by_several_threads"):
+def test_a_store_that_hangs_is_shown_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time is up as soon as it hangs: no check runs longer, and none is stopped before."""
+    before = set(threading.enumerate())
+    for name, calls in {"what_was_written_is_read": 1, "large_objects_by_several_threads": 8}.items():
+        wait = lambda *_, calls=calls: [Hangs.hanging.acquire() for _ in range(calls)]  # noqa: E731
+        monkeypatch.setattr(threads, "_wait", wait)
         store = with_sink(Hangs)(LocalStore(tmp_path / name))
 
         def run(check: Check, store: ByteStore = store) -> None:
@@ -82,6 +90,9 @@ def test_a_store_that_hangs_is_shown_where(tmp_path: Path) -> None:
         assert outcome.status == "failed"
         assert "did not end within 0.5 s" in outcome.message
         assert "in write_at" in outcome.message
+    Hangs.over.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
 
 
 def test_what_hangs_in_this_process_is_ended_and_named(tmp_path: Path) -> None:
@@ -110,7 +121,7 @@ class Plugin:
         return [PlatformSpec("hanging", (), lambda: 0, NumpyPlatform, "", "hanging:Probe")]
 registry().register(Plugin(), "hanging")
 from hyper_ckpt.cli.app import cli
-options = ["--platform", "hanging", "--check", "meta_tensors", "--limit", "1"]
+options = ["--platform", "hanging", "--check", "meta_tensors", "--limit", "3"]
 cli(["conformance", *options, "--report", {str(tmp_path / "r")!r}])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)

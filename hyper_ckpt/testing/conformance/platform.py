@@ -87,6 +87,10 @@ class PlatformBench:
             self._probe = load_probe(self._target)
         return self._probe
 
+    def load(self) -> None:
+        """Imports the probe and its platform, if they are not there yet."""
+        self.probe.platform()
+
     def run(self, check: Check) -> None:
         """Runs one check.
 
