@@ -24,7 +24,7 @@ def gloo(pool: RankPool, tmp_path: Path) -> Gloo:
     """Calls a function of a test module on each rank of a fresh gloo world: `gloo(fn, *args, world_size=4)`."""
     numbers = iter(range(1000))
 
-    def run(function: Callable[..., Any], *args: Any, world_size: int = 4, timeout: float = 40.0) -> list[Any]:
+    def run(function: Callable[..., Any], *args: Any, world_size: int = 4, timeout: float = 55.0) -> list[Any]:
         store = str(tmp_path / f"store-{next(numbers)}")
         target = Target.of(function)
         return pool.run(f"{GLOO_WORLD}:run", store, target, args, world_size=world_size, timeout=timeout)
