@@ -256,6 +256,16 @@ class Manifest:
         found = np.array([self._places[name] for name in names], np.int64).reshape(-1, 2)
         return found[:, 0], found[:, 1]
 
+    def same_bytes(self, one: str, other: str) -> bool:
+        """Whether two tensors are stored as the same bytes: they were one memory.
+
+        Raises:
+            KeyError, ManifestError: as `tensor`.
+        """
+        a, b = self.tensor(one).copies[0], self.tensor(other).copies[0]
+        pairs = [(a.file, b.file), (a.start, b.start), (a.offsets, b.offsets), (a.sizes, b.sizes)]
+        return all(np.array_equal(x, y) for x, y in pairs)
+
     def _place(self, name: str) -> tuple[int, int]:
         """What `pieces` says of one tensor."""
         row = self._rows[name]

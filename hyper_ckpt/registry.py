@@ -381,7 +381,7 @@ def leaf_types(value: Any, inside: bool = False) -> Iterator[type]:
     Args:
         inside: look into what objects give by state_dict().
     """
-    from hyper_ckpt.state.flatten import has_state, is_stateful
+    from hyper_ckpt.state.classes import has_state, is_stateful
 
     stack, seen = [value], set()
     given: list[Any] = []  # kept, so that no number is given to a second object

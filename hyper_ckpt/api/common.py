@@ -9,11 +9,14 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from hyper_ckpt.agreement import Operation, in_step
 from hyper_ckpt.builtin.composite import CompositeTensors
 from hyper_ckpt.builtin.host_stager import BufferPool
 from hyper_ckpt.builtin.numpy_platform import SingleRank
 from hyper_ckpt.builtin.numpy_tensors import NumpyTensors
+from hyper_ckpt.contracts.objects import Form
 from hyper_ckpt.contracts.platform import (
     ByteBuffer,
     Carrier,
@@ -27,6 +30,7 @@ from hyper_ckpt.engine.in_flight import InFlight
 from hyper_ckpt.engine.shared_memory import SharedBuffers
 from hyper_ckpt.engine.writer_process import WriterProcess
 from hyper_ckpt.errors import ManifestError, UnsupportedStateError
+from hyper_ckpt.layout import Boxes, MeshLayout, Shard
 from hyper_ckpt.manifest import Manifest
 from hyper_ckpt.registry import registry
 from hyper_ckpt.state import Node, decode_tree
@@ -66,7 +70,12 @@ def resolve_platform(platform: Platform | str | None, state: Any, no_dist: bool)
         if platform is None and chosen.ranks.world_size == 1:
             _warn_of_lonely_ranks()
         return chosen
-    return kept(chosen, "alone", lambda: Platform(chosen.name, SingleRank(), chosen.tensors, chosen.stager))
+    return kept(chosen, "alone", lambda: _alone(chosen))
+
+
+def _alone(platform: Platform) -> Platform:
+    """The same in a world of one."""
+    return Platform(platform.name, SingleRank(), platform.tensors, platform.stager, platform.objects)
 
 
 def check_type(name: str, value: object, *kinds: type) -> None:
@@ -225,6 +234,23 @@ def tensor_test(tensors: Tensors) -> Callable[[Any], bool]:
         return found
 
     return is_tensor
+
+
+def form_of(tensors: Tensors) -> Callable[[Any], Form | None]:
+    """How a tensor in an object's state lies, for `flatten`."""
+
+    def form(value: Any) -> Form | None:
+        if isinstance(value, np.ndarray):
+            return "array"
+        try:
+            layout = getattr(tensors.describe(value), "layout", None)
+        except UnsupportedStateError:  # describing it by name will say so
+            return None
+        if isinstance(layout, MeshLayout):
+            return "sharded" if any(isinstance(each, Shard) for each in layout.placements) else "replicated"
+        return "sharded" if isinstance(layout, Boxes) else None
+
+    return form
 
 
 def state_of(manifest: Manifest) -> Node:

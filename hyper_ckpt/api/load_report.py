@@ -23,6 +23,7 @@ class LoadReport:
         shared_reads: whether reads were shared.
         shared_boxes, broadcasts, packed_boxes: how many boxes this rank read for others or got from them, in how many
             messages, and how many of them travelled together with others.
+        changed: tensors of which an object's load_state_dict made another dtype, each with both.
         mapped: names of the target that `map_keys` found, with the saved names.
     """
 
@@ -41,9 +42,10 @@ class LoadReport:
     shared_boxes: int
     broadcasts: int
     packed_boxes: int
+    changed: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        names = ("loaded", "unfilled", "missing", "unexpected", "mismatched", "kept")
+        names = ("loaded", "unfilled", "missing", "unexpected", "mismatched", "kept", "changed")
         counts = [f"{len(getattr(self, name)):,} {name}" for name in names if getattr(self, name)]
         read = f"{self.bytes_read:,} bytes read, {self.bytes_received:,} received"
         return f"<LoadReport: {', '.join(counts) or 'nothing loaded'}; {read}, {sum(self.seconds.values()):.3g} s>"

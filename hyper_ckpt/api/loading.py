@@ -15,9 +15,10 @@ import numpy as np
 
 from hyper_ckpt import errors
 from hyper_ckpt.agreement import Operation, StoppedError, broadcast_bytes
-from hyper_ckpt.api.common import RememberedTensors, all_tensors, attempt, few, tensor_test
+from hyper_ckpt.api.common import RememberedTensors, all_tensors, attempt, few, form_of, tensor_test
 from hyper_ckpt.api.load_report import LoadReport
 from hyper_ckpt.api.matching import Match, Matcher, count_votes, refuse_unexpected
+from hyper_ckpt.api.objects import changed_dtypes
 from hyper_ckpt.api.reporting import Reporter
 from hyper_ckpt.api.sharing import choose_sharing, pass_on_blobs
 from hyper_ckpt.columns import Columns, Located
@@ -36,7 +37,7 @@ from hyper_ckpt.manifest import MANIFEST_NAME, VERSION, Manifest
 from hyper_ckpt.options import DEFAULT_MAX_HOST_BYTES, LoadOptions, ShareReads, Strict, Verify
 from hyper_ckpt.planning.describe import describe_tensor, local_shards, own_boxes
 from hyper_ckpt.registry import registry
-from hyper_ckpt.state import BlobNode, FlatState, flatten, prepare_restore, skeleton
+from hyper_ckpt.state import BlobNode, FlatState, Loaded, flatten, prepare_restore, skeleton
 from hyper_ckpt.state.tree import has_blobs
 
 MAX_ATTEMPTS = 100
@@ -104,6 +105,7 @@ class Loading:
             is_tensor=tensor_test(self._tensors),
             codecs=registry().codecs(),
             allow_pickle=self._call.options.allow_pickle,
+            form_of=form_of(self._tensors),
         )
 
     def _read_manifest(self) -> Manifest:
@@ -137,10 +139,11 @@ class Loading:
     def _load(self, flat: FlatState, manifest: Manifest) -> LoadReport:
         self._kept.clear()
         with self._phase("plan"):
-            match = self._match(flat, manifest)
-            manifest = match.manifest or manifest
             stored = Stored(self._call.store, manifest, self._call.verify != "off")
-            changes: list[Callable[[], None]] = []
+            match = self._match(flat, manifest, stored)
+            manifest, flat = match.manifest or manifest, match.flat or flat
+            stored.rename(manifest)
+            changes: list[Callable[[], list[Loaded]]] = []
             loader = self.plan(
                 skeleton(flat.tree),
                 manifest,
@@ -157,11 +160,11 @@ class Loading:
                 self._operation.agree("loading", b"1" * stopped, None if stopped else error, _refuse_stopped)
             # Plain values change nowhere unless all that was to be read has been read everywhere.
             with self._phase("values"):
-                _, error = attempt(changes[-1])
+                changed, error = attempt(lambda: changed_dtypes(changes[-1](), self._context))
                 self._operation.agree("setting plain values", error=error, last=True)
         unfilled = self._unfilled(loader, match)
         self._reporter.finished("loaded", sum(f.size for f in manifest.files) if self._ranks.rank == 0 else 0)
-        self._warn(match, flat)
+        self._warn(match, changed or [])
         return LoadReport(
             tuple(sorted(match.wanted.keys() - unfilled)),
             tuple(sorted(unfilled)),
@@ -178,12 +181,14 @@ class Loading:
             loader.counts.shared_boxes,
             loader.counts.broadcasts,
             loader.counts.packed_boxes,
+            tuple(changed or ()),
         )
 
-    def _match(self, flat: FlatState, manifest: Manifest) -> Match:
+    def _match(self, flat: FlatState, manifest: Manifest, stored: Stored) -> Match:
         """Compares the target with the checkpoint, on all ranks."""
         call = self._call
-        matcher = Matcher(flat, manifest, self._context, call.strict, call.options.map_keys)
+        objects, map_keys = call.platform.objects, call.options.map_keys
+        matcher = Matcher(flat, manifest, self._context, call.strict, map_keys, objects, stored.check_files)
         match, error = attempt(lambda: matcher.run(call.planner))
         own = match.vote() if match else b""
         verdict = self._operation.agree("comparing the state with the checkpoint", own, error, count_votes)
@@ -312,7 +317,7 @@ class Loading:
             raise type(error)(f"{name!r}: {error}") from error
 
     def _read(
-        self, loader: Loader, flat: FlatState, match: Match, stored: Stored, changes: list[Callable[[], None]]
+        self, loader: Loader, flat: FlatState, match: Match, stored: Stored, changes: list[Callable[[], list[Loaded]]]
     ) -> None:
         loader.open_groups()
         loader.run()
@@ -326,9 +331,9 @@ class Loading:
             self._kept.clear()
             changes.append(self._prepare_values(flat, match, stored))
 
-    def _prepare_values(self, flat: FlatState, match: Match, stored: Stored) -> Callable[[], None]:
+    def _prepare_values(self, flat: FlatState, match: Match, stored: Stored) -> Callable[[], list[Loaded]]:
         """Reads and decodes what is no tensor, and returns what sets it."""
-        stager = self._call.platform.stager
+        stager, objects = self._call.platform.stager, self._call.platform.objects
         return prepare_restore(
             flat,
             match.saved,
@@ -338,6 +343,8 @@ class Loading:
             tensors=match.replaced,
             codecs=registry().codecs(),
             allow_pickle=self._call.options.allow_pickle,
+            check=objects.check,
+            load=objects.load,
         )
 
     def payload(self, stored: Stored, name: str) -> bytes | None:
@@ -367,15 +374,22 @@ class Loading:
         unfilled = {name for name, own in loader.job.targets.items() if not is_filled(name, own)}
         return unfilled | {name for name, first in match.ties.items() if first in unfilled}
 
-    def _warn(self, match: Match, flat: FlatState) -> None:
-        left_out = match.left_out(flat)
+    def _warn(self, match: Match, changed: Sequence[str]) -> None:
+        left_out = match.left_out()
         # Ranks that do not talk cannot tell what nobody wants: other ranks have other stages of a pipeline.
         knows = self._ranks.rank == 0 and self._operation.ranks.world_size == self._ranks.world_size
         if left_out and self._call.strict is True and knows:
             warnings.warn(
                 f"{len(left_out)} saved values were not loaded, since the target has no place for them: "
-                f"{few([*map(repr, left_out)])}. Create them first (an optimizer has no state before its first step; "
-                "torch's get_state_dict makes it), or pass strict=False if this is meant",
+                f"{few([*map(repr, left_out)])}. Create them first, put the object itself into the state (an optimizer "
+                "takes its moments, but its state_dict() has none before its first step), or pass strict=False if this "
+                "is meant",
+                stacklevel=6,
+            )
+        if changed:
+            warnings.warn(
+                f"load_state_dict changed dtypes: {few(changed)}. Values may have lost bits: make the object hold what "
+                "was saved, or let its load_state_dict keep dtypes",
                 stacklevel=6,
             )
         if self._kept:

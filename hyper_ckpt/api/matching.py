@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,8 @@ import xxhash
 
 from hyper_ckpt import errors
 from hyper_ckpt.api.common import state_of
+from hyper_ckpt.api.objects import Completer
+from hyper_ckpt.contracts.objects import Objects
 from hyper_ckpt.contracts.planner import LoadPlanner, PlanContext
 from hyper_ckpt.contracts.platform import TensorDescription
 from hyper_ckpt.errors import StateMismatchError, TargetError
@@ -31,6 +33,7 @@ class Match:
 
     Args:
         saved: the saved state as this rank sees it.
+        flat: the target; its objects hold what was saved, where they take that as it was saved.
         borrowed: names of values that this rank did not save and gets from the lowest rank that did.
         missing, mismatched: of this rank's target. `unexpected`: saved names that this rank does not want, until
             `keep_unwanted` leaves those that no rank wants.
@@ -45,6 +48,7 @@ class Match:
     """
 
     saved: Node
+    flat: FlatState | None = None
     borrowed: tuple[str, ...] = ()
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -58,10 +62,11 @@ class Match:
     mapped: Mapping[str, str] = field(default_factory=dict)
     alike: bool = True
 
-    def left_out(self, flat: FlatState) -> list[str]:
+    def left_out(self) -> list[str]:
         """Unexpected names inside something that the target has: it wants that, but not all of it."""
-        assert isinstance(flat.tree, KeyedNode)
-        roots = set(flat.tree.k)
+        assert self.flat is not None
+        assert isinstance(self.flat.tree, KeyedNode)
+        roots = set(self.flat.tree.k)
         return [name for name in self.unexpected if "/" in name and name.partition("/")[0] in roots]
 
     def vote(self) -> bytes:
@@ -93,13 +98,23 @@ class Matcher:
 
     Args:
         strict, map_keys: see `load`.
+        objects: what the platform knows of objects.
+        check_files: checks files by number, before memory is taken for what they hold.
     """
 
     def __init__(
-        self, flat: FlatState, manifest: Manifest, context: PlanContext, strict: Strict, map_keys: KeyMap | None
+        self,
+        flat: FlatState,
+        manifest: Manifest,
+        context: PlanContext,
+        strict: Strict,
+        map_keys: KeyMap | None,
+        objects: Objects,
+        check_files: Callable[[Sequence[int]], None],
     ) -> None:
         self._flat, self._manifest, self._context = flat, manifest, context
         self._strict, self._map_keys = strict, map_keys
+        self._objects, self._check_files = objects, check_files
         self._problems: dict[str, list[str]] = {}
 
     def run(self, planner: LoadPlanner) -> Match:
@@ -111,14 +126,16 @@ class Matcher:
         """
         tree = state_of(self._manifest)
         chosen = select(tree, self._context.rank)
-        own = frozenset(all_names(self._flat.tree))
         renamed = self._rename(chosen.tree)
         self._manifest = self._manifest.renamed(renamed.moved)
+        completer = Completer(self._objects, self._manifest, self._context, self._check_files)
+        self._flat = completer.run(self._flat, renamed.tree)
         match = Match(
             renamed.tree,
+            self._flat,
             chosen.borrowed,
             unexpected=list(renamed.hidden),
-            own=own,
+            own=frozenset(all_names(self._flat.tree)),
             names=tuple(all_names(tree)),
             manifest=self._manifest,
             mapped=renamed.moved,
@@ -200,7 +217,7 @@ class Matcher:
         """Which names are one memory, and new tensors for targets without memory: one for all names of it."""
         match.ties = find_ties(match.wanted, self._context)
         for name, first in match.ties.items():
-            if not _same_bytes(self._manifest, name, first):
+            if not self._manifest.same_bytes(name, first):
                 raise TargetError(
                     f"{name!r} and {first!r} are one tensor in the target, but two values were saved for them: "
                     "untie them, or load only one of them"
@@ -268,9 +285,3 @@ def refuse_unexpected(names: list[str], what: str) -> None:
         {"unexpected": [f"{name!r} is in the checkpoint, but not in the target" for name in names]} if names else {},
         what,
     )
-
-
-def _same_bytes(manifest: Manifest, a: str, b: str) -> bool:
-    one, two = manifest.tensor(a).copies[0], manifest.tensor(b).copies[0]
-    pairs = [(one.file, two.file), (one.start, two.start), (one.offsets, two.offsets), (one.sizes, two.sizes)]
-    return all(np.array_equal(x, y) for x, y in pairs)

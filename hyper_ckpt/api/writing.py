@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 import xxhash
 
-from hyper_ckpt.api.common import RememberedTensors, all_tensors, kept, tensor_test
+from hyper_ckpt.api.common import RememberedTensors, all_tensors, form_of, kept, tensor_test
 from hyper_ckpt.api.reporting import Reporter
 from hyper_ckpt.box import offsets_inside
 from hyper_ckpt.columns import Columns, Placed
@@ -152,6 +152,7 @@ class Part:
             codecs=registry().codecs(),
             allow_pickle=self._call.options.allow_pickle,
             to_host=lambda v: to_host(tensors, platform.stager, v),
+            form_of=form_of(tensors),
         )
         # Built-in codecs only: metadata must be readable where no plugin is installed.
         user = flatten({"user": self._call.user_metadata}, is_tensor=lambda _: False)

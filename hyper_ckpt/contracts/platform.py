@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from hyper_ckpt.contracts.objects import Objects
 from hyper_ckpt.layout import Layout
 
 Carrier = npt.NDArray[Any]
@@ -278,7 +279,7 @@ class Stager(ABC):
 
 @dataclass(eq=False)
 class Platform:
-    """One process group's view of a framework: the three contracts, and what belongs to the group.
+    """One process group's view of a framework: the contracts, and what belongs to the group.
 
     `operations` numbers the saves and loads of the group, the same on every rank; `kept` is what the library keeps
     for it from call to call.
@@ -288,6 +289,7 @@ class Platform:
     ranks: Ranks
     tensors: Tensors
     stager: Stager
+    objects: Objects = field(default_factory=Objects)
     operations: Iterator[int] = field(default_factory=itertools.count)
     kept: dict[str, Any] = field(default_factory=dict)
 

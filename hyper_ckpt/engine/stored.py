@@ -61,6 +61,10 @@ class Stored:
             if self._verify:
                 self.receipt(self._manifest.files[number].rank)
 
+    def rename(self, manifest: Manifest) -> None:
+        """From here on, payloads have the names that this manifest of the same checkpoint gives them."""
+        self._manifest = manifest
+
     def _check(self, record: FileRecord) -> None:
         if record.name not in self._checked:
             check_file(self._store, record)

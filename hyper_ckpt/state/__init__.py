@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+from hyper_ckpt.state.adopt import Adopted, Place, adopt
+from hyper_ckpt.state.ask import Substate
 from hyper_ckpt.state.blobs import BLOB_LIMIT
 from hyper_ckpt.state.build import MakeTensor, rebuild
 from hyper_ckpt.state.check import check_tree, decode_tree
 from hyper_ckpt.state.codecs import BUILTIN
 from hyper_ckpt.state.compare import Difference, compare, leaves
 from hyper_ckpt.state.digests import canonical, skeleton, values_digest
-from hyper_ckpt.state.flatten import FlatState, Substate, ToHost, flatten
+from hyper_ckpt.state.flatten import FlatState, ToHost, flatten
 from hyper_ckpt.state.merge import Conflict, Selection, merge, select
 from hyper_ckpt.state.names import escape_key, join, parse_key
-from hyper_ckpt.state.restore import prepare_restore
+from hyper_ckpt.state.restore import Loaded, prepare_restore
 from hyper_ckpt.state.tree import MAX_DEPTH, BlobNode, Node, encode_tree
 
 __all__ = [
     "BLOB_LIMIT",
     "BUILTIN",
     "MAX_DEPTH",
+    "Adopted",
     "BlobNode",
     "Conflict",
     "Difference",
     "FlatState",
+    "Loaded",
     "MakeTensor",
     "Node",
+    "Place",
     "Selection",
     "Substate",
     "ToHost",
+    "adopt",
     "canonical",
     "check_tree",
     "compare",

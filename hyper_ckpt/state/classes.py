@@ -32,6 +32,17 @@ def is_namedtuple(value: Any) -> bool:
     return issubclass(cls, tuple) and _fields(cls) is not None and not getattr(value, "__dict__", None)
 
 
+def is_stateful(value: Any) -> bool:
+    """Whether a value is an object with state_dict and load_state_dict."""
+    # Asked of the class: an object may answer to any attribute, and a class is not itself in a state.
+    return not isinstance(value, type) and has_state(type(value))
+
+
+def has_state(kind: type) -> bool:
+    """Whether objects of a class have state_dict and load_state_dict."""
+    return all(callable(getattr(kind, each, None)) for each in ("state_dict", "load_state_dict"))
+
+
 def namedtuple_class(module: str, qualname: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
     """The namedtuple class of that name with these fields; a new one where the program has none.
 

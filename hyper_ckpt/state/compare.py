@@ -15,11 +15,9 @@ from hyper_ckpt.state.tree import (
     Node,
     PerRankNode,
     SequenceNode,
-    StatefulNode,
     TensorNode,
     children,
     count_of,
-    is_plain,
     kind_of,
     resolved,
     unwrap,
@@ -43,33 +41,28 @@ def compare(target: Node, saved: Node) -> list[Difference]:
     """All differences between the tree of a target and one rank's saved tree, in the target's order.
 
     Values fit whatever they are: the saved one will replace the target's. Dicts of all kinds fit each other, the
-    target's own stays. An object with a state_dict is compared as what its state_dict() gave; but where nothing is
-    below except plain values, it is given whatever was saved: containers of other kinds and lengths, and more keys.
-    Of a subtree that only one side has, every leaf is listed; an empty container and a list of nothing but scalars are
-    one leaf each.
+    target's own stays. An object with a state_dict is compared as what its state_dict() gave; see `adopt` for those
+    that take what was saved. Of a subtree that only one side has, every leaf is listed; an empty container and a list
+    of nothing but scalars are one leaf each.
     """
-    return list(_differences(target, saved, None, False))
+    return list(_differences(target, saved, None))
 
 
-def _differences(target: Node, saved: Node, name: str | None, owned: bool) -> Iterator[Difference]:
-    """`owned`: an object with a state_dict is going to be given what is here."""
-    owned = owned or isinstance(target, StatefulNode)
+def _differences(target: Node, saved: Node, name: str | None) -> Iterator[Difference]:
     target, saved = unwrap(target), resolved(unwrap(saved))
     problem = _misfit(target, saved)
-    if problem is not None and owned and is_plain(target) and is_plain(saved):
-        return
     if problem is not None:
         yield Difference("container", "" if name is None else name, f"{shown(name)}: {problem}")
     elif isinstance(target, KeyedNode) and isinstance(saved, KeyedNode):
-        yield from _key_differences(target, saved, name, owned)
+        yield from _key_differences(target, saved, name)
     elif isinstance(target, SequenceNode) and isinstance(saved, SequenceNode):
         pairs = zip(children(target, name), saved.v, strict=True)
         for (child_name, item), saved_item in pairs:
             if isinstance(item, msgspec.Struct) or isinstance(saved_item, msgspec.Struct):
-                yield from _differences(item, saved_item, child_name, owned)
+                yield from _differences(item, saved_item, child_name)
 
 
-def _key_differences(target: KeyedNode, saved: KeyedNode, name: str | None, owned: bool) -> Iterator[Difference]:
+def _key_differences(target: KeyedNode, saved: KeyedNode, name: str | None) -> Iterator[Difference]:
     if target == saved:  # told without a step of Python, and often so
         return
     saved_items = dict(zip(saved.k, saved.v, strict=True))
@@ -81,9 +74,9 @@ def _key_differences(target: KeyedNode, saved: KeyedNode, name: str | None, owne
         saved_item = saved_items.pop(key)
         # Two scalars always fit, and of these there may be very many.
         if isinstance(item, msgspec.Struct) or isinstance(saved_item, msgspec.Struct):
-            yield from _differences(item, saved_item, child_name, owned)
+            yield from _differences(item, saved_item, child_name)
     for key, (child_name, item) in zip(saved.k, children(saved, name), strict=True):
-        if key in saved_items and not (owned and is_plain(item)):
+        if key in saved_items:
             for leaf in leaves(item, child_name):
                 yield Difference("unexpected", leaf, f"{shown(leaf)} is in the checkpoint, but not in the target")
 

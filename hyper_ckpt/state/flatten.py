@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, get_args
 
 from hyper_ckpt.contracts.codec import Codec
+from hyper_ckpt.contracts.objects import Form
 from hyper_ckpt.errors import UnsupportedStateError, UnsupportedTypeError
+from hyper_ckpt.state.ask import Asker, Substate, state_of
 from hyper_ckpt.state.blobs import take_blobs
-from hyper_ckpt.state.classes import is_namedtuple, member_name
+from hyper_ckpt.state.classes import is_namedtuple, is_stateful, member_name
 from hyper_ckpt.state.codec_table import CodecTable
 from hyper_ckpt.state.codecs import BUILTIN
 from hyper_ckpt.state.names import escape_keys, join, join_all, shown
@@ -51,21 +53,18 @@ FACTORIES: dict[type, Factory] = {
 
 
 _TENSOR = TensorNode()
+_TENSORS: dict[Form | None, TensorNode] = {None: _TENSOR} | {form: TensorNode(form) for form in get_args(Form)}
 
-
-@dataclass(frozen=True, eq=False)
-class Substate:
-    """An object that has state_dict and load_state_dict, and what its state_dict() gave."""
-
-    object: Any
-    state: Any
+Given = Mapping[str | None, Substate]
+"""By name, the objects that were asked for their states."""
 
 
 @dataclass(frozen=True, eq=False)
 class FlatState:
     """A state taken apart. Everything is keyed by name, in the order in which it was met.
 
-    `root` is the given state itself and the values of `tensors` its own tensors: nothing is copied.
+    `root` is the given state itself and the values of `tensors` its own tensors: nothing is copied. `whole` names what
+    takes the saved state as it was saved: see `adopt`.
     """
 
     root: dict[Any, Any]
@@ -74,6 +73,7 @@ class FlatState:
     payloads: dict[str, bytes]
     blobs: dict[str, bytes]
     substates: dict[str, Substate]
+    whole: frozenset[str] = frozenset()
 
 
 def flatten(
@@ -83,6 +83,7 @@ def flatten(
     codecs: Sequence[Codec] = BUILTIN,
     allow_pickle: bool = False,
     to_host: ToHost | None = None,
+    form_of: Callable[[Any], Form | None] = lambda _: None,
 ) -> FlatState:
     """Takes a state apart.
 
@@ -91,6 +92,7 @@ def flatten(
         allow_pickle: pickle what no codec knows.
         to_host: reads a tensor inside a `PerRank`. None for the target of a load: what its `PerRank`s hold
             is then not looked at, and `payloads` stays empty.
+        form_of: how a tensor in an object's state lies.
 
     Raises:
         UnsupportedStateError: a value can't be stored; names it and says what to do.
@@ -99,8 +101,11 @@ def flatten(
         raise UnsupportedTypeError(
             f"the state is a {type(state).__qualname__}; it must be a dict: wrap it, as in {{'model': ...}}"
         )
-    walk = _StateWalk(is_tensor, CodecTable(codecs, allow_pickle=allow_pickle), to_host)
+    table = CodecTable(codecs, allow_pickle=allow_pickle)
+    asker = Asker(lambda value: _is_object(value, is_tensor, table), payloads=to_host is not None)
+    walk = _StateWalk(is_tensor, table, asker.given, to_host, form_of)
     try:
+        asker.ask(state, None)
         tree = walk.node(state, None)
     except RecursionError as error:
         raise UnsupportedStateError("the state is nested too deeply for the stack that is left") from error
@@ -111,9 +116,10 @@ def flatten(
 class _Walk:
     """Makes nodes of values. What tensors, `PerRank`s and objects become is up to where the values stand."""
 
-    def __init__(self, is_tensor: Callable[[Any], bool], codecs: CodecTable) -> None:
+    def __init__(self, is_tensor: Callable[[Any], bool], codecs: CodecTable, given: Given) -> None:
         self._is_tensor = is_tensor
         self._codecs = codecs
+        self._given = given
         # Ids of the containers around the current value: finds cycles, and says how deep it is.
         self._around: set[int] = set()
 
@@ -146,10 +152,8 @@ class _Walk:
         return StatefulNode(self.node(self._state_of(value, name), name))
 
     def _state_of(self, value: Any, name: str | None) -> Any:
-        state = value.state_dict()
-        if is_stateful(state):
-            raise UnsupportedStateError(f"{shown(name)}: state_dict() returned another object with a state_dict")
-        return state
+        given = self._given.get(name)
+        return given.state if given is not None and given.object is value else state_of(value, name)
 
     def _other(self, value: Any, name: str | None) -> Node:
         if self._is_tensor(value):
@@ -168,7 +172,7 @@ class _Walk:
 
     def sorted_items(self, value: set[Any] | frozenset[Any], name: str | None) -> tuple[Node, ...]:
         """Items of a set in an order that depends only on what they are."""
-        walk = _ItemWalk(self._is_tensor, self._codecs)
+        walk = _ItemWalk(self._is_tensor, self._codecs, {})
         walk._around = self._around
         return tuple(sorted((walk.node(item, name) for item in value), key=encode_tree))
 
@@ -176,34 +180,45 @@ class _Walk:
 class _StateWalk(_Walk):
     """Values of the state: tensors are noted and stored by themselves."""
 
-    def __init__(self, is_tensor: Callable[[Any], bool], codecs: CodecTable, to_host: ToHost | None) -> None:
-        super().__init__(is_tensor, codecs)
-        self._to_host = to_host
+    def __init__(
+        self,
+        is_tensor: Callable[[Any], bool],
+        codecs: CodecTable,
+        given: Given,
+        to_host: ToHost | None,
+        form_of: Callable[[Any], Form | None],
+    ) -> None:
+        super().__init__(is_tensor, codecs, given)
+        self._to_host, self._form_of = to_host, form_of
+        self._owners = 0  # objects whose states the current value is in
         self.tensors: dict[str, Any] = {}
         self.payloads: dict[str, bytes] = {}
         self.substates: dict[str, Substate] = {}
 
     def tensor(self, value: Any, name: str | None) -> Node:
         self.tensors[_named(name)] = value
-        return _TENSOR
+        return _TENSORS[self._form_of(value)] if self._owners else _TENSOR
 
     def per_rank(self, value: PerRank, name: str | None) -> Node:
         if self._to_host is not None:
-            walk = _PayloadWalk(self._is_tensor, self._codecs, self._to_host)
+            walk = _PayloadWalk(self._is_tensor, self._codecs, self._given, self._to_host)
             self.payloads[_named(name)] = encode_tree(walk.node(value.value, name))
         return PerRankNode()
 
     def stateful(self, value: Any, name: str | None) -> Node:
         state = self._state_of(value, name)
         self.substates[_named(name)] = Substate(value, state)
-        return StatefulNode(self.node(state, name))
+        self._owners += 1
+        node = self.node(state, name)
+        self._owners -= 1
+        return StatefulNode(node)
 
 
 class _PayloadWalk(_Walk):
     """Values inside a `PerRank`: tensors are stored by value."""
 
-    def __init__(self, is_tensor: Callable[[Any], bool], codecs: CodecTable, to_host: ToHost) -> None:
-        super().__init__(is_tensor, codecs)
+    def __init__(self, is_tensor: Callable[[Any], bool], codecs: CodecTable, given: Given, to_host: ToHost) -> None:
+        super().__init__(is_tensor, codecs, given)
         self._to_host = to_host
 
     def tensor(self, value: Any, name: str | None) -> Node:
@@ -248,15 +263,9 @@ def _named(name: str | None) -> str:
     return name
 
 
-def is_stateful(value: Any) -> bool:
-    """Whether a value is an object with state_dict and load_state_dict."""
-    # Asked of the class: an object may answer to any attribute, and a class is not itself in a state.
-    return not isinstance(value, type) and has_state(type(value))
-
-
-def has_state(kind: type) -> bool:
-    """Whether objects of a class have state_dict and load_state_dict."""
-    return all(callable(getattr(kind, each, None)) for each in ("state_dict", "load_state_dict"))
+def _is_object(value: Any, is_tensor: Callable[[Any], bool], codecs: CodecTable) -> bool:
+    """Whether a value that has state_dict and load_state_dict is stored by these."""
+    return not is_tensor(value) and not isinstance(value, Enum) and codecs.find(type(value)) is None
 
 
 def _of_enum(value: Enum, name: str | None) -> EnumNode:

@@ -6,18 +6,23 @@ bytes leave the target as it was.
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hyper_ckpt.contracts.codec import Codec
 from hyper_ckpt.errors import ManifestError, TargetError
+from hyper_ckpt.state.ask import in_order
 from hyper_ckpt.state.build import Builder, MakeTensor, Sources, keyed_value, sequence_value
+from hyper_ckpt.state.classes import has_state, is_stateful
 from hyper_ckpt.state.codec_table import CodecTable
 from hyper_ckpt.state.codecs import BUILTIN
 from hyper_ckpt.state.digests import canonical
-from hyper_ckpt.state.flatten import FlatState, has_state, is_stateful
-from hyper_ckpt.state.names import escape_keys, join, parse_key, shown
+from hyper_ckpt.state.flatten import FlatState
+from hyper_ckpt.state.names import escape_keys, join, shown
 from hyper_ckpt.state.tree import (
     BlobNode,
     ByteArrayNode,
@@ -37,9 +42,9 @@ from hyper_ckpt.state.tree import (
     StatefulNode,
     TensorNode,
     TupleNode,
+    child_names,
     children,
     encode_tree,
-    is_plain,
     unwrap,
 )
 from hyper_ckpt.values import PerRank
@@ -55,56 +60,85 @@ def prepare_restore(
     tensors: Mapping[str, Any],
     codecs: Sequence[Codec] = BUILTIN,
     allow_pickle: bool = False,
-) -> Callable[[], None]:
+    check: Callable[[Any, Any], None] = lambda owner, state: None,
+    load: Callable[[Any, Any], None] = lambda owner, state: owner.load_state_dict(state),
+) -> Callable[[], list[Loaded]]:
     """Decodes everything that is not a tensor's contents, and returns what sets it in the target: to be called when
     these have been read.
 
     Plain values replace the target's, in its own dicts, lists, deques, sets, bytearrays and random
     generators; tuples are rebuilt where they stand. What was not saved, or doesn't fit (see `compare`), stays
-    as it is. `PerRank.value` is set, unless `payload` gives None. Last, each object with a state_dict gets it by
-    load_state_dict, inner objects before outer ones; what one of these raises comes out as it is, and the rest is
-    then not done.
+    as it is. `PerRank.value` is set, unless `payload` gives None. Where one container stands in two places that were
+    saved differently, the second gets one of its own. Last, each object with a state_dict gets it by load_state_dict,
+    in the order of names, inner objects before outer ones; what one of these raises comes out as it is, and the rest
+    is then not done. What `flat.whole` names gets the saved state as it was saved.
 
     Args:
         tensors: by name, tensors that take the place of the target's own.
+        check, load: see `Objects`.
+
+    Returns:
+        What sets all of it, and returns the objects that took their states whole.
 
     Raises:
         CorruptCheckpointError: the tree, a payload or a blob is damaged or hostile.
         UnsupportedTypeError: a codec or Enum class is not there, or pickles are not allowed.
-        TargetError: one container stands in two places that get different values.
+        TargetError: one generator or the like stands in two places that get different values, or `check` raised it.
     """
     if not isinstance(saved, KeyedNode):
         raise ManifestError("the saved state is not a dict")
-    sources = Sources(payload, blob, make_tensor)
+    all_tensors = {**flat.tensors, **tensors} if tensors else flat.tensors
+    sources = Sources(payload, blob, make_tensor, all_tensors.__getitem__)
     changes = _Changes(flat, Builder(sources, CodecTable(codecs, allow_pickle=allow_pickle)), tensors)
     try:
         changes.plan(flat.root, saved, None)
     except RecursionError as error:
         raise ManifestError("the saved state is nested too deeply for the stack that is left") from error
+    loads = sorted(changes.loads, key=lambda each: [*in_order(each.name), _LAST])
+    for each in loads:
+        check(each.object, each.state)
 
-    def change() -> None:
-        for each in changes.noted:
-            each()
+    def change() -> list[Loaded]:
+        for change_one in changes.noted:
+            change_one()
+        for each in loads:
+            load(each.object, each.state)
+        return [each for each in loads if each.whole]
 
     return change
 
 
+_LAST = chr(sys.maxunicode)  # what is inside an object comes before it
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """An object, and what it is handed: `whole`, as it was saved, or with what it has besides."""
+
+    name: str | None
+    object: Any
+    state: Any
+    whole: bool
+
+
 class _Changes:
-    """Walks a target beside a saved tree and notes what to change. `noted` is in the order to do it."""
+    """Walks a target beside a saved tree and notes what to change, and last, which objects to load."""
 
     def __init__(self, flat: FlatState, builder: Builder, tensors: Mapping[str, Any]) -> None:
         self.noted: list[Callable[[], object]] = []
         self._flat = flat
         self._builder = builder
         self._tensors = tensors
+        self.loads: list[Loaded] = []
         self._seen: dict[int, tuple[Node, str | None]] = {}
-        self._owners = 0  # objects whose states the current value is in
 
     def plan(self, value: Any, node: Node, name: str | None) -> Any:
         """What shall stand where `value` stands: mostly itself, with changes noted."""
         substate = self._flat.substates.get(name) if name is not None else None
         if substate is not None and substate.object is value:
             return self._stateful(value, substate.state, node, name)
+        if name in self._flat.whole:
+            return self._whole(value, node, name)
         if name in self._flat.tensors and self._flat.tensors[name] is value:
             is_saved = isinstance(unwrap(node), TensorNode)
             return self._tensors.get(name, value) if is_saved else value
@@ -113,48 +147,37 @@ class _Changes:
             self._per_rank(value, node, name)
             return value
         if isinstance(node, KeyedNode | SequenceNode):
-            return self._container(value, node, name) if _fits(value, node) else self._misfit(value, node, name)
-        if isinstance(node, TensorNode | PerRankNode):
+            return self._container(value, node, name) if _fits(value, node) else value
+        if isinstance(node, TensorNode | PerRankNode) or _is_container(value):
             return value
-        return self._misfit(value, node, name) if _is_container(value) else self._plain(value, node, name)
+        return self._plain(value, node, name)
 
     def _stateful(self, value: Any, state: Any, node: Node, name: str | None) -> Any:
+        whole = name in self._flat.whole
         node = self._builder.inlined(unwrap(node), name)
-        self._owners += 1
-        new = self.plan(state, node, name)
-        self._owners -= 1
-        if new is state and _is_container(state) and not _fits(state, node):
+        new = self._whole(state, node, name) if whole else self.plan(state, node, name)
+        if not whole and new is state and _is_container(state) and not _fits(state, node):
             return value
-        self.noted.append(lambda: value.load_state_dict(new))
-        return value
-
-    def _misfit(self, value: Any, node: Node, name: str | None) -> Any:
-        """An object decides by itself what to do with other plain values than it has; anything else stays."""
-        flat, below = self._flat, f"{name}/"
-        owned = bool(self._owners) and is_plain(node) and name not in flat.tensors and not _has_per_rank(value)
-        if owned and not any(each.startswith(below) for each in (*flat.tensors, *flat.substates)):
-            return self._builder.value(node, name)
+        self.loads.append(Loaded(name, value, new, whole))
         return value
 
     def _per_rank(self, value: PerRank, node: Node, name: str | None) -> None:
         payload = self._builder.payload(name) if isinstance(node, PerRankNode) else None
         if payload is not None:
-            new = self._from_payload(value.value, payload[0], name)
+            new = self._whole(value.value, payload[0], name)
             self.noted.append(lambda: setattr(value, "value", new))
 
     def _container(self, value: Any, node: Node, name: str | None) -> Any:
-        self._claim(value, node, name)
-        if self._is_filled(value, node):
+        if self._is_taken(value, node, name):
+            value = copy.copy(value)
+        if self._is_filled(value, node, name):
             return value
         if isinstance(node, KeyedNode):
             saved = dict(zip(node.k, node.v, strict=True))
             new = {}
             for (key, item), part in zip(value.items(), escape_keys(value, name), strict=True):
                 if part in saved:
-                    new[key] = self.plan(item, saved.pop(part), join(name, part))
-            for part, extra in saved.items():
-                if self._owners and is_plain(extra):
-                    new[parse_key(part)] = self._builder.value(extra, join(name, part))
+                    new[key] = self.plan(item, saved[part], join(name, part))
             self.noted.append(lambda: _set_items(value, new))
             return value
         pairs = zip(value, children(node, name), strict=True)
@@ -165,10 +188,12 @@ class _Changes:
         self.noted.append(lambda: _set_sequence(value, items))
         return value
 
-    def _is_filled(self, value: Any, node: Node) -> bool:
+    def _is_filled(self, value: Any, node: Node, name: str | None) -> bool:
         """Whether a container holds nothing but tensors, which have been filled where they stand."""
-        only_tensors = isinstance(node, KeyedNode | SequenceNode) and set(map(type, node.v)) == {TensorNode}
-        if self._tensors or not only_tensors:
+        if self._tensors or not isinstance(node, KeyedNode | SequenceNode) or set(map(type, node.v)) != {TensorNode}:
+            return False
+        whole = self._flat.whole
+        if whole and not whole.isdisjoint(child_names(node, name)):
             return False
         # An object may have given a tensor as its state.
         return not any(map(has_state, set(map(type, value.values() if isinstance(value, dict) else value))))
@@ -178,7 +203,13 @@ class _Changes:
         change = self._in_place(value, new, node)
         if change is None:
             return new
-        self._claim(value, node, name)
+        if self._is_taken(value, node, name):
+            if isinstance(node, CodecNode):  # the program's own generator or the like, which cannot be two
+                raise TargetError(
+                    f"{shown(self._seen[id(value)][1])} and {shown(name)} are one {type(value).__qualname__} in the "
+                    "target, but two different ones in the checkpoint: give the target one of its own in each place"
+                )
+            return new
         self.noted.append(change)
         return value
 
@@ -193,41 +224,39 @@ class _Changes:
         assign = self._builder.codecs.assign_of(node) if isinstance(node, CodecNode) else None
         return None if assign is None else lambda: assign(value, new)
 
-    def _from_payload(self, old: Any, node: Node, name: str | None) -> Any:
-        """The value of a payload. Of the target's value only what can't be made anew is kept: objects, generators."""
+    def _whole(self, old: Any, node: Node, name: str | None) -> Any:
+        """The saved value. Of the target's only what can't be made anew is kept: objects, `PerRank`s, generators."""
         if isinstance(node, StatefulNode):
             if not is_stateful(old):
-                return self._from_payload(old, node.v, name)
-            new = self._from_payload(None, node.v, name)
-            self.noted.append(lambda: old.load_state_dict(new))
+                return self._whole(old, node.v, name)
+            self.loads.append(Loaded(name, old, self._whole(None, node.v, name), True))
             return old
+        substate = self._flat.substates.get(name) if name is not None else None
+        if substate is not None and substate.object is old:
+            return self._stateful(old, substate.state, node, name)
+        node = self._builder.inlined(node, name)
         if isinstance(node, KeyedNode):
             keyed = keyed_value(node, node.v)
             olds = old if isinstance(old, dict) else {}
             named = zip(keyed.items(), children(node, name), strict=True)
-            return keyed_value(node, [self._from_payload(olds.get(key), item, at) for (key, item), (at, _) in named])
+            return keyed_value(node, [self._whole(olds.get(key), item, at) for (key, item), (at, _) in named])
         if isinstance(node, SequenceNode):
             olds_in_order = old if isinstance(old, list | tuple | deque) else ()
             padded = [*olds_in_order, *[None] * len(node.v)]
             named_items = zip(children(node, name), padded, strict=False)
-            return sequence_value(node, [self._from_payload(each, item, at) for (at, item), each in named_items])
-        new = self._builder.value(node, name)
-        change = self._in_place(old, new, node) if isinstance(node, CodecNode) else None
-        if change is None:
-            return new
-        self.noted.append(change)
-        return old
+            return sequence_value(node, [self._whole(each, item, at) for (at, item), each in named_items])
+        if isinstance(node, PerRankNode) and isinstance(old, PerRank):
+            self._per_rank(old, node, name)
+            return old
+        return self._plain(old, node, name) if isinstance(node, CodecNode) else self._builder.value(node, name)
 
-    def _claim(self, value: Any, node: Node, name: str | None) -> None:
-        """Refuses two different saved values for one mutable object: one of them would be lost."""
-        first, first_name = self._seen.setdefault(id(value), (node, name))
+    def _is_taken(self, value: Any, node: Node, name: str | None) -> bool:
+        """Whether a mutable object stood in another place already, for which another value was saved: one of the two
+        would be lost."""
+        first, _ = self._seen.setdefault(id(value), (node, name))
         if first is node or isinstance(value, tuple):
-            return
-        if encode_tree(canonical(first)) != encode_tree(canonical(node)):
-            raise TargetError(
-                f"{shown(first_name)} and {shown(name)} are one {type(value).__qualname__} in the target, but two "
-                "different ones in the checkpoint: give the target a copy of its own in each place"
-            )
+            return False
+        return encode_tree(canonical(first)) != encode_tree(canonical(node))
 
 
 _KINDS: dict[type, type[Node]] = {
@@ -238,11 +267,6 @@ _KINDS: dict[type, type[Node]] = {
 
 def _is_container(value: Any) -> bool:
     return type(value) in _KINDS or isinstance(value, tuple)
-
-
-def _has_per_rank(value: Any) -> bool:
-    below = value.values() if isinstance(value, dict) else value if _is_container(value) else ()
-    return isinstance(value, PerRank) or any(map(_has_per_rank, below))
 
 
 def _fits(value: Any, node: Node) -> bool:

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Union
 import msgspec
 from msgspec import Meta, Struct
 
+from hyper_ckpt.contracts.objects import Form
 from hyper_ckpt.errors import ManifestError
 from hyper_ckpt.state.names import join_all
 
@@ -23,8 +24,10 @@ class Tagged(Struct, frozen=True, tag_field="!", forbid_unknown_fields=True):
     """Base of all nodes that are objects in JSON."""
 
 
-class TensorNode(Tagged, frozen=True, tag="tensor"):
-    """A tensor, stored under this place's name."""
+class TensorNode(Tagged, frozen=True, tag="tensor", omit_defaults=True):
+    """A tensor, stored under this place's name. `form` is only noted in the states of objects: see `Form`."""
+
+    form: Form | None = None
 
 
 class PerRankNode(Tagged, frozen=True, tag="per_rank"):

@@ -60,6 +60,14 @@ def tensor_names(tree: Node) -> list[str]:
     return list(dict.fromkeys([name for name, node in _walk(tree) if isinstance(node, TensorNode)]))
 
 
+def tensors_below(node: Node, name: str) -> list[str]:
+    """The names of all tensors of a subtree that stands at `name`, itself included."""
+    names, nodes = [name], [node]
+    _note(node, name, names, nodes)
+    found = zip(names, nodes, strict=True)
+    return list(dict.fromkeys([at for at, each in found if isinstance(each, TensorNode)]))
+
+
 def blob_owners(tree: Node) -> list[tuple[str, int]]:
     """The blobs of a merged tree: name, and the rank that stores it. A name may come with several ranks."""
     return [(name, blob.rank) for name, blob in blobs(tree) if blob.rank is not None]

@@ -15,6 +15,7 @@ from hyper_ckpt.builtin.numpy_platform import SingleRank
 from hyper_ckpt.builtin.numpy_tensors import NumpyTensors
 from hyper_ckpt.contracts.platform import Platform, Ranks
 from hyper_ckpt.errors import PlatformError
+from hyper_ckpt_torch.objects import TorchObjects
 from hyper_ckpt_torch.stager import TorchStager
 from hyper_ckpt_torch.tensors import TorchTensors
 
@@ -49,7 +50,7 @@ class TorchPlatform(Platform):
     ) -> None:
         ranks, global_ranks = _ranks(process_group, mailbox_host, groups)
         tensors = CompositeTensors([TorchTensors(global_ranks), NumpyTensors()])
-        super().__init__("torch", ranks, tensors, TorchStager())
+        super().__init__("torch", ranks, tensors, TorchStager(), TorchObjects())
 
 
 def default() -> Platform:
