@@ -24,6 +24,7 @@ from hyper_ckpt.contracts.platform import Platform, PlatformSpec
 from hyper_ckpt.contracts.store import ByteStore, StoreSpec
 from hyper_ckpt.errors import CheckpointError, MixedFrameworksError, NoPlatformError, PluginError, UnknownSchemeError
 from hyper_ckpt.state import BUILTIN
+from hyper_ckpt.state.classes import has_state, is_stateful
 from hyper_ckpt.values import PerRank, ShardedTensor
 from hyper_ckpt.version import VERSION
 
@@ -277,7 +278,7 @@ class Registry:
         if not votes:
             active = [s for s in self._platforms.values() if s.name != "numpy" and _is_active(s)]
         if not votes and not active:
-            votes = self._votes(state, inside=True)
+            votes = self._votes(state, inside=True) or self._imported(state)
         if len(votes) > 1:
             raise MixedFrameworksError(
                 f"the state holds tensors of {' and '.join(sorted(votes))}: save each "
@@ -295,6 +296,11 @@ class Registry:
     def _votes(self, state: Any, inside: bool) -> set[str]:
         types = set(leaf_types(state, inside))
         return {spec.name for cls in types for spec in self._platforms.values() if _is_of(cls, spec)}
+
+    def _imported(self, state: Any) -> set[str]:
+        """The only framework that the program has imported, if objects in the state may be given tensors of it."""
+        names = {s.name for s in self._platforms.values() if _is_imported(s)}
+        return names if len(names) == 1 and any(map(has_state, leaf_types(state))) else set()
 
     def _broken(self) -> str:
         return "".join(f". Plugin {name!r} failed to load: {type(e).__name__}: {e}" for name, e in self.errors.items())
@@ -327,6 +333,11 @@ def _check_specs(hook: str, specs: list[Any]) -> None:
 def _is_active(spec: PlatformSpec) -> bool:
     with _blaming(f"platform {spec.name!r}", spec.install):
         return spec.active() > 0
+
+
+def _is_imported(spec: PlatformSpec) -> bool:
+    own = getattr(spec.load, "__module__", "").partition(".")[0]  # the plugin, which is here in any case
+    return any(module in sys.modules and module != own for module in spec.modules)
 
 
 def _check_contract(plugin: Any, origin: tuple[str, str]) -> None:
@@ -381,8 +392,6 @@ def leaf_types(value: Any, inside: bool = False) -> Iterator[type]:
     Args:
         inside: look into what objects give by state_dict().
     """
-    from hyper_ckpt.state.classes import has_state, is_stateful
-
     stack, seen = [value], set()
     given: list[Any] = []  # kept, so that no number is given to a second object
     while stack:

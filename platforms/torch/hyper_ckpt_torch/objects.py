@@ -17,8 +17,8 @@ _ANY_SHAPE = ("Adafactor", "LBFGS", "SparseAdam")  # of torch.optim, those whose
 
 
 class TorchObjects(Objects):
-    """A module's weights must fit, its extra state comes as it was saved. An optimizer gets all of its state, new moments
-    like their parameters, with the dtypes that were saved."""
+    """A module's weights must fit, its extra state comes as it was saved. An optimizer gets all of its state, new
+    moments like their parameters, with the dtypes that were saved."""
 
     def fixed(self, owner: Any, state: Any) -> Collection[Any] | None:
         if not isinstance(owner, torch.nn.Module) or not isinstance(state, dict):
@@ -74,8 +74,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
     counts = [len(group["params"]) for group in own], [len(group["params"]) for group in saved]
     if counts[0] != counts[1]:
         raise TargetError(
-            f"the {type(optimizer).__qualname__} has {_said(counts[0])}, the checkpoint {_said(counts[1])}: make it with "
-            "the groups that were saved"
+            f"the {type(optimizer).__qualname__} has {_said(counts[0])}, the checkpoint {_said(counts[1])}: make it "
+            "with the groups that were saved"
         )
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim") or kind.__qualname__ in _ANY_SHAPE:
