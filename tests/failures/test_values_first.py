@@ -54,16 +54,18 @@ def test_damage_in_what_an_object_has_besides(tmp_path: Path, verify: Any, world
 
 
 def test_a_target_of_one_rank_that_cannot_be_set(tmp_path: Path) -> None:
-    saved = {"w": W, "o": {"a": 1}, "step": 5, "one": [1, 2], "two": [3, 4]}
+    one, two = np.random.default_rng(1), np.random.default_rng(2)
+    saved = {"w": W, "o": {"a": 1}, "step": 5, "one": one, "two": two}
     hyper_ckpt.save(saved, tmp_path / "c", no_dist=True)
 
     def job(platform: Platform) -> bool:
-        one = [0, 0]
-        two = one if platform.ranks.rank == 1 else [0, 0]
+        one = np.random.default_rng(0)
+        two = one if platform.ranks.rank == 1 else np.random.default_rng(0)
         target = {"w": np.zeros(1000), "o": {"a": 0}, "step": 0, "one": one, "two": two}
-        with pytest.raises(TargetError, match="one list in the target"):
+        with pytest.raises(TargetError, match="one Generator in the target"):
             hyper_ckpt.load(target, tmp_path / "c", platform=platform, timeout=20)
-        return untouched(target) and one == two == [0, 0]
+        first = np.random.default_rng(0).bit_generator.state
+        return untouched(target) and one.bit_generator.state == two.bit_generator.state == first
 
     assert all(run_world(2, job))
 

@@ -185,13 +185,26 @@ def test_a_large_list_keeps_its_identity() -> None:
     assert ids == list(range(50_000))
 
 
-def test_one_container_cannot_take_two_values() -> None:
-    shared = [0]
-    with pytest.raises(TargetError, match=r"'a' and 'b' are one list"):
-        load({"a": shared, "b": shared}, save({"a": [1], "b": [2]}))
-    assert shared == [0]
-    load({"a": shared, "b": shared}, save({"a": [1], "b": [1]}))
-    assert shared == [1]
+def test_one_container_in_two_places_is_set_apart_where_it_was_saved_apart() -> None:
+    shared: list[Any] = [0, {"x": 0}]
+    target = {"a": shared, "b": shared, "c": (shared,), "d": shared}
+    load(target, save({"a": [1, {"x": 1}], "b": [2, {"x": 2}], "c": ([3, {"x": 1}],), "d": [1, {"x": 1}]}))
+    assert target == {"a": [1, {"x": 1}], "b": [2, {"x": 2}], "c": ([3, {"x": 1}],), "d": [1, {"x": 1}]}
+    assert target["a"] is target["d"] is shared
+    names = {1, 2}
+    sets = {"a": names, "b": names}
+    load(sets, save({"a": {3}, "b": {4}}))
+    assert sets == {"a": {3}, "b": {4}}
+    assert sets["a"] is names
+
+
+def test_one_generator_cannot_take_two_states() -> None:
+    rng = np.random.default_rng(0)
+    before = str(rng.bit_generator.state)
+    two = save({"a": np.random.default_rng(1), "b": np.random.default_rng(2)})
+    with pytest.raises(TargetError, match=r"'a' and 'b' are one Generator"):
+        load({"a": rng, "b": rng}, two)
+    assert str(rng.bit_generator.state) == before
 
 
 def test_nothing_is_changed_if_anything_cannot_be_decoded() -> None:
