@@ -157,7 +157,9 @@ class Matcher:
             candidates = _candidates(map_keys, name)
             return next((each for each in candidates if each in known), candidates[0] if candidates else None)
 
-        return rename(saved, self._flat.tree, source_of)
+        found = self._flat.substates.items()
+        whole = [name for name, each in found if self._objects.fixed(each.object, each.state) is None]
+        return rename(saved, self._flat.tree, source_of, whole)
 
     def _compare_trees(self, match: Match, renamed: Renamed) -> set[str]:
         """Notes what differs; returns the names where kinds differ."""

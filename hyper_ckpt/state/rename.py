@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from hyper_ckpt.state.names import join
-from hyper_ckpt.state.tree import KeyedNode, Node, SequenceNode, StatefulNode, children, with_items
+from hyper_ckpt.state.tree import KeyedNode, Node, SequenceNode, StatefulNode, children, unwrap, with_items
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,16 @@ class Renamed:
     stuck: tuple[str, ...] = ()
 
 
-def rename(saved: Node, target: Node, source_of: Callable[[str], str | None]) -> Renamed:
+def rename(saved: Node, target: Node, source_of: Callable[[str], str | None], whole: Collection[str] = ()) -> Renamed:
     """Moves leaves of `saved` to the names of the target's leaves.
 
     Args:
         source_of: the saved name of one of the target's leaves; None if that is its own.
+        whole: names of objects that take what was saved as it was saved. These move as a whole, if `source_of` has a
+            container for the object's own name, or finds all its leaves below another name, as they are in the target.
     """
     leaves = _leaves(saved)
-    worker = _Renamer(leaves, source_of)
+    worker = _Renamer(saved, leaves, source_of, whole)
     placed = worker.place(target, saved, None)
     sources = set(worker.moved.values())
     gone = sources - worker.moved.keys() - worker.direct
@@ -43,8 +45,14 @@ def rename(saved: Node, target: Node, source_of: Callable[[str], str | None]) ->
 
 
 class _Renamer:
-    def __init__(self, leaves: Mapping[str, Node], source_of: Callable[[str], str | None]) -> None:
-        self._leaves, self._source_of = leaves, source_of
+    def __init__(
+        self,
+        saved: Node,
+        leaves: Mapping[str, Node],
+        source_of: Callable[[str], str | None],
+        whole: Collection[str],
+    ) -> None:
+        self._saved, self._leaves, self._source_of, self._whole = saved, leaves, source_of, whole
         self.moved: dict[str, str] = {}
         self.direct: set[str] = set()
         self.absent: dict[str, str] = {}
@@ -53,6 +61,9 @@ class _Renamer:
     def place(self, target: Node, saved: Node | None, name: str | None) -> Node | None:
         """What was saved, with the target's leaves below `name` put where the target has them; None: nothing."""
         if isinstance(target, StatefulNode):
+            found = self._object(target.v, name) if name in self._whole and name is not None else None
+            if found is not None:
+                return found
             inner = self.place(target.v, saved.v if isinstance(saved, StatefulNode) else saved, name)
             return StatefulNode(inner) if inner is not None else None
         if isinstance(target, SequenceNode):
@@ -71,6 +82,23 @@ class _Renamer:
         if saved is None and not known:
             return None
         return with_items(saved if saved is not None else target, known.values(), tuple(known))
+
+    def _object(self, target: Node, name: str) -> Node | None:
+        """All that was saved of an object that had another name; None where there is no such name."""
+        for source in (self._source_of(name), self._common_source(target, name)):
+            node = _find(self._saved, source.split("/")) if source is not None and source != name else None
+            if source is not None and isinstance(node, KeyedNode | SequenceNode | StatefulNode):
+                self.moved |= {name + leaf.removeprefix(source): leaf for leaf in _leaves(node, source)}
+                return node
+        return None
+
+    def _common_source(self, target: Node, name: str) -> str | None:
+        """The name below which all of an object's leaves were saved under the names that they have below `name`."""
+        found = set()
+        for leaf in _leaves(target, name):
+            end, source = leaf.removeprefix(name), self._source_of(leaf)
+            found.add(source.removesuffix(end) if source is not None and end and source.endswith(end) else None)
+        return found.pop() if len(found) == 1 else None
 
     def _items(self, target: SequenceNode, saved: Node | None, name: str | None) -> Node | None:
         """A list or tuple, item by item, if the saved one has as many or is not there at all."""
@@ -98,6 +126,15 @@ class _Renamer:
             return None
         self.moved[name] = source
         return self._leaves[source]
+
+
+def _find(node: Node, parts: list[str]) -> Node | None:
+    """What stands in a place; None: there is no such place."""
+    if not parts:
+        return node
+    node = unwrap(node)
+    below = dict(children(node, None))
+    return _find(below[parts[0]], parts[1:]) if parts[0] in below else None
 
 
 def _leaves(node: Node, name: str | None = None) -> dict[str, Node]:

@@ -15,6 +15,7 @@ from hyper_ckpt.contracts.platform import Platform, Ranks
 from hyper_ckpt.errors import PlatformError
 from hyper_ckpt_mindspore.devices import Device
 from hyper_ckpt_mindspore.layouts import Layouts
+from hyper_ckpt_mindspore.objects import MindSporeObjects
 from hyper_ckpt_mindspore.stager import MindSporeStager
 from hyper_ckpt_mindspore.tensors import MindSporeTensors
 
@@ -52,7 +53,7 @@ class MindSporePlatform(Platform):
         device = Device()
         own_tensors = MindSporeTensors(Layouts(global_ranks, own, layouts), device)
         tensors = CompositeTensors([own_tensors, NumpyTensors()])
-        super().__init__("mindspore", ranks, tensors, MindSporeStager(tensors, device))
+        super().__init__("mindspore", ranks, tensors, MindSporeStager(tensors, device), MindSporeObjects())
 
 
 def default() -> Platform:
