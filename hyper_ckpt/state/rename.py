@@ -37,7 +37,7 @@ def rename(saved: Node, target: Node, source_of: Callable[[str], str | None], wh
     worker = _Renamer(saved, leaves, source_of, whole)
     placed = worker.place(target, saved, None)
     sources = set(worker.moved.values())
-    gone = sources - worker.moved.keys() - worker.direct
+    gone = sources - worker.moved.keys() - worker.direct | set(worker.objects.values()) - worker.objects.keys()
     kept = _without(placed, gone, None)
     hidden = tuple(name for name in worker.moved if name in leaves and name not in sources)
     tree = kept if kept is not None else with_items(saved, (), ())  # type: ignore[arg-type]
@@ -54,6 +54,7 @@ class _Renamer:
     ) -> None:
         self._saved, self._leaves, self._source_of, self._whole = saved, leaves, source_of, whole
         self.moved: dict[str, str] = {}
+        self.objects: dict[str, str] = {}
         self.direct: set[str] = set()
         self.absent: dict[str, str] = {}
         self.stuck: list[str] = []
@@ -88,6 +89,7 @@ class _Renamer:
         for source in (self._source_of(name), self._common_source(target, name)):
             node = _find(self._saved, source.split("/")) if source is not None and source != name else None
             if source is not None and isinstance(node, KeyedNode | SequenceNode | StatefulNode):
+                self.objects[name] = source
                 self.moved |= {name + leaf.removeprefix(source): leaf for leaf in _leaves(node, source)}
                 return node
         return None
@@ -150,12 +152,14 @@ def _leaves(node: Node, name: str | None = None) -> dict[str, Node]:
 
 
 def _without(node: Node | None, gone: Collection[str], name: str | None) -> Node | None:
-    """The tree without the leaves that have moved away, and without the dicts that held nothing else."""
+    """The tree without what has moved away, and without the dicts that held nothing else."""
+    if name in gone:
+        return None
     if isinstance(node, StatefulNode):
         inner = _without(node.v, gone, name)
         return StatefulNode(inner) if inner is not None else None
     if not isinstance(node, KeyedNode):
-        return None if name in gone else node
+        return node
     found = [(key, _without(child, gone, join(name, key))) for key, child in zip(node.k, node.v, strict=True)]
     kept = [(key, child) for key, child in found if child is not None]
     if node.k and not kept:

@@ -1,4 +1,4 @@
-"""Whatever is saved as an object after some steps is loaded into a fresh one, and goes on as if nothing had been: bit for bit."""
+"""Objects saved after some steps and loaded into fresh ones go on as those that were saved, bit for bit."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
