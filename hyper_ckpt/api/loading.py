@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from hyper_ckpt import errors
@@ -18,7 +19,7 @@ from hyper_ckpt.agreement import Operation, StoppedError, broadcast_bytes
 from hyper_ckpt.api.common import RememberedTensors, all_tensors, attempt, few, form_of, tensor_test
 from hyper_ckpt.api.load_report import LoadReport
 from hyper_ckpt.api.matching import Match, Matcher, count_votes, refuse_unexpected
-from hyper_ckpt.api.objects import changed_dtypes
+from hyper_ckpt.api.objects import changed_dtypes, with_floats
 from hyper_ckpt.api.reporting import Reporter
 from hyper_ckpt.api.sharing import choose_sharing, pass_on_blobs
 from hyper_ckpt.columns import Columns, Located
@@ -37,7 +38,7 @@ from hyper_ckpt.manifest import MANIFEST_NAME, VERSION, Manifest
 from hyper_ckpt.options import DEFAULT_MAX_HOST_BYTES, LoadOptions, ShareReads, Strict, Verify
 from hyper_ckpt.planning.describe import describe_tensor, local_shards, own_boxes
 from hyper_ckpt.registry import registry
-from hyper_ckpt.state import BlobNode, FlatState, Loaded, flatten, prepare_restore, skeleton
+from hyper_ckpt.state import BlobNode, FlatState, Restore, flatten, prepare_restore, skeleton
 from hyper_ckpt.state.tree import has_blobs
 
 MAX_ATTEMPTS = 100
@@ -143,7 +144,7 @@ class Loading:
             match = self._match(flat, manifest, stored)
             manifest, flat = match.manifest or manifest, match.flat or flat
             stored.rename(manifest)
-            changes: list[Callable[[], list[Loaded]]] = []
+            changes: list[Restore] = []
             loader = self.plan(
                 skeleton(flat.tree),
                 manifest,
@@ -157,10 +158,11 @@ class Loading:
                 stopped = isinstance(error, StoppedError)
                 if error is not None:
                     self._operation.stop()
-                self._operation.agree("loading", b"1" * stopped, None if stopped else error, _refuse_stopped)
+                vote = msgspec.msgpack.encode((stopped, with_floats(changes[-1].loads, self._context)))
+                looked_at = self._operation.agree("loading", vote, None if stopped else error, _refuse_stopped)
             # Plain values change nowhere unless all that was to be read has been read everywhere.
             with self._phase("values"):
-                changed, error = attempt(lambda: changed_dtypes(changes[-1](), self._context))
+                changed, error = attempt(lambda: self._set(changes[-1], looked_at))
                 self._operation.agree("setting plain values", error=error, last=True)
         unfilled = self._unfilled(loader, match)
         self._reporter.finished("loaded", sum(f.size for f in manifest.files) if self._ranks.rank == 0 else 0)
@@ -316,9 +318,7 @@ class Loading:
         except UnsupportedStateError as error:
             raise type(error)(f"{name!r}: {error}") from error
 
-    def _read(
-        self, loader: Loader, flat: FlatState, match: Match, stored: Stored, changes: list[Callable[[], list[Loaded]]]
-    ) -> None:
+    def _read(self, loader: Loader, flat: FlatState, match: Match, stored: Stored, changes: list[Restore]) -> None:
         loader.open_groups()
         loader.run()
         others = {}
@@ -331,7 +331,13 @@ class Loading:
             self._kept.clear()
             changes.append(self._prepare_values(flat, match, stored))
 
-    def _prepare_values(self, flat: FlatState, match: Match, stored: Stored) -> Callable[[], list[Loaded]]:
+    def _set(self, restore: Restore, looked_at: bytes) -> list[str]:
+        """Changes the target; returns what its objects made of other dtypes. `looked_at` names those that are asked."""
+        restore.run()
+        names = set(msgspec.msgpack.decode(looked_at, type=list[str]))
+        return changed_dtypes([each for each in restore.loads if each.name in names], self._context)
+
+    def _prepare_values(self, flat: FlatState, match: Match, stored: Stored) -> Restore:
         """Reads and decodes what is no tensor, and returns what sets it."""
         stager, objects = self._call.platform.stager, self._call.platform.objects
         return prepare_restore(
@@ -415,8 +421,10 @@ class Loading:
 
 
 def _refuse_stopped(votes: list[bytes]) -> bytes:
-    """Whoever stopped because of another rank has filled only a part: nobody may take that for a load."""
-    stopped = [rank for rank, vote in enumerate(votes) if vote]
+    """Whoever stopped because of another rank has filled only a part: nobody may take that for a load. Returns the
+    names of the objects that all ranks shall look at."""
+    said = [msgspec.msgpack.decode(vote, type=tuple[bool, list[str]]) for vote in votes]
+    stopped = [rank for rank, (is_stopped, _) in enumerate(said) if is_stopped]
     if stopped:
         raise errors.RankFailedError(f"ranks {stopped} stopped for a failure that no rank reports", stopped)
-    return b""
+    return msgspec.msgpack.encode(sorted({name for _, names in said for name in names}))

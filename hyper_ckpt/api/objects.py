@@ -46,11 +46,11 @@ class Completer:
         absent = [name for name, row in rows.items() if not self._fits(tensors.get(name), name, row, first_of)]
         if not absent:
             return adopted.flat
-        self._check_files(sorted({n for name in absent for n in self._manifest.tensor(name).copies[0].file.tolist()}))
+        where = self._check_stored(absent)
         self._note_neighbours(flat, {places[name].owner_name for name in absent})
         refused = []
         for name in absent:
-            made = self._made(name, rows[name], places[name])
+            made = self._made(name, rows[name], places[name], where[name])
             if made is None:
                 refused.append(name)
             tensors[name] = made
@@ -71,10 +71,16 @@ class Completer:
         first = first_of.setdefault(id(own), name)
         return first == name or self._manifest.same_bytes(first, name)
 
-    def _made(self, name: str, row: TensorRow, place: Place) -> Any:
+    def _check_stored(self, names: Sequence[str]) -> dict[str, tuple[int, int]]:
+        """Checks the files that hold tensors; returns what `Manifest.pieces` says of each."""
+        file, start = self._manifest.pieces(names)
+        others = [self._manifest.tensor(names[i]).copies[0].file for i in np.flatnonzero(file < 0).tolist()]
+        self._check_files(np.unique(np.concatenate([file[file >= 0], *others])).tolist())
+        return dict(zip(names, zip(file.tolist(), start.tolist(), strict=True), strict=True))
+
+    def _made(self, name: str, row: TensorRow, place: Place, where: tuple[int, int]) -> Any:
         """A new tensor; None: it was sharded, and the object does not say how. What was one tensor is one again."""
-        file, start = self._manifest.pieces([name])
-        key = (place.owner_name, int(file[0]), int(start[0]), row.dtype, row.shape, place.node.form)
+        key = (place.owner_name, where, row.dtype, row.shape, place.node.form)
         if key in self._twins:
             return self._twins[key]
         made = self._objects.make(place.owner, MissingTensor(place.path, row.dtype, row.shape, place.node.form))
@@ -83,7 +89,7 @@ class Completer:
         elif place.node.form != "sharded":
             like = np.empty(0) if place.node.form == "array" else self._neighbours.get(place.owner_name)
             made = self._context.tensors.empty(TensorDescription(row.dtype, row.shape, Replicated()), like)
-        if file[0] >= 0 and 0 not in row.shape:
+        if where[0] >= 0 and 0 not in row.shape:
             self._twins[key] = made
         return made
 
@@ -116,14 +122,23 @@ def _refusal(names: Sequence[str], place: Place, checkpoint: str) -> str:
     )
 
 
+def with_floats(loads: Sequence[Loaded], context: PlanContext) -> list[str]:
+    """The names of objects that are handed floating tensors as these were saved. Only of such are dtypes looked at: a
+    state_dict() may have effects, and others are not cast."""
+    whole = [each for each in loads if each.whole and each.name is not None]
+    return [
+        str(each.name)
+        for each in whole
+        if any(_is_floating(description) for _, (_, description) in _tensors(each.state, each.name, context))
+    ]
+
+
 def changed_dtypes(loaded: Sequence[Loaded], context: PlanContext) -> list[str]:
-    """What objects have now as another dtype than they were handed, each with both. Objects without floating tensors
-    are not asked: a state_dict() may have effects, and such are not cast."""
+    """What objects have now as another dtype than they were handed, each with both. All ranks ask the same objects, in
+    the same order, as a state_dict() may talk to other ranks."""
     out: list[str] = []
     for each in loaded:
         handed = dict(_tensors(each.state, each.name, context))
-        if not any(_is_floating(description) for _, description in handed.values()):
-            continue
         try:
             state = each.object.state_dict()
         except Exception:  # what was loaded is loaded: whether it was changed is then unknown

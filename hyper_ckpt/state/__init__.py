@@ -13,7 +13,7 @@ from hyper_ckpt.state.digests import canonical, skeleton, values_digest
 from hyper_ckpt.state.flatten import FlatState, ToHost, flatten
 from hyper_ckpt.state.merge import Conflict, Selection, merge, select
 from hyper_ckpt.state.names import escape_key, join, parse_key
-from hyper_ckpt.state.restore import Loaded, prepare_restore
+from hyper_ckpt.state.restore import Loaded, Restore, prepare_restore
 from hyper_ckpt.state.tree import MAX_DEPTH, BlobNode, Node, encode_tree
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "MakeTensor",
     "Node",
     "Place",
+    "Restore",
     "Selection",
     "Substate",
     "ToHost",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from hyper_ckpt.state.ask import Substate
 from hyper_ckpt.state.flatten import FlatState
@@ -24,8 +26,7 @@ from hyper_ckpt.state.tree import (
 from hyper_ckpt.state.walk import tensors_below
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a tensor stands in the saved state of an object: the object, its name, and the keys that lead there from
     its state."""
 
@@ -124,7 +125,7 @@ class _Adoption:
         if isinstance(saved, StatefulNode):
             return StatefulNode(self._taken(saved.v, target, place, name))
         if isinstance(saved, TensorNode):
-            self.places[name] = dataclasses.replace(place, node=saved)
+            self.places[name] = place._replace(node=saved)
             if name in self._flat.tensors:
                 self.tensors[name] = self._flat.tensors[name]
             return saved
@@ -133,8 +134,8 @@ class _Adoption:
         own = dict(children(target, name)) if isinstance(target, KeyedNode | SequenceNode) else {}
         items = []
         for (at, item), key in zip(children(saved, name), _keys(saved), strict=True):
-            inner = dataclasses.replace(place, path=(*place.path, key))
-            items.append(self._taken(item, own.get(at), inner, at))
+            inner = Place(place.owner, place.owner_name, (*place.path, key), place.node)
+            items.append(self._taken(item, own.get(at), inner, at) if isinstance(item, msgspec.Struct) else item)
         if not isinstance(saved, KeyedNode):
             return with_items(saved, items)
         # Objects that were not saved are missing, as anywhere.

@@ -62,7 +62,7 @@ def prepare_restore(
     allow_pickle: bool = False,
     check: Callable[[Any, Any], None] = lambda owner, state: None,
     load: Callable[[Any, Any], None] = lambda owner, state: owner.load_state_dict(state),
-) -> Callable[[], list[Loaded]]:
+) -> Restore:
     """Decodes everything that is not a tensor's contents, and returns what sets it in the target: to be called when
     these have been read.
 
@@ -76,9 +76,6 @@ def prepare_restore(
     Args:
         tensors: by name, tensors that take the place of the target's own.
         check, load: see `Objects`.
-
-    Returns:
-        What sets all of it, and returns the objects that took their states whole.
 
     Raises:
         CorruptCheckpointError: the tree, a payload or a blob is damaged or hostile.
@@ -97,15 +94,7 @@ def prepare_restore(
     loads = sorted(changes.loads, key=lambda each: [*in_order(each.name), _LAST])
     for each in loads:
         check(each.object, each.state)
-
-    def change() -> list[Loaded]:
-        for change_one in changes.noted:
-            change_one()
-        for each in loads:
-            load(each.object, each.state)
-        return [each for each in loads if each.whole]
-
-    return change
+    return Restore(changes.noted, loads, load)
 
 
 _LAST = chr(sys.maxunicode)  # what is inside an object comes before it
@@ -119,6 +108,22 @@ class Loaded:
     object: Any
     state: Any
     whole: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Restore:
+    """What is to be done with a target: changes in it, then objects to load, in the order to do it."""
+
+    changes: Sequence[Callable[[], object]]
+    loads: Sequence[Loaded]
+    load: Callable[[Any, Any], None]
+
+    def run(self) -> None:
+        """Does all of it."""
+        for change in self.changes:
+            change()
+        for each in self.loads:
+            self.load(each.object, each.state)
 
 
 class _Changes:

@@ -86,7 +86,7 @@ def rebuilt(flat: FlatState, **options: Any) -> dict:
 
 
 def load(target: dict, flat: FlatState, tensors: dict | None = None, **options: Any) -> None:
-    change = prepare_restore(
+    restore = prepare_restore(
         flatten(target, is_tensor=is_array),
         through_disk(flat),
         payload=flat.payloads.get,
@@ -95,7 +95,7 @@ def load(target: dict, flat: FlatState, tensors: dict | None = None, **options: 
         tensors=flat.tensors if tensors is None else tensors,
         **options,
     )
-    change()
+    restore.run()
 
 
 def round_trip(value: Any) -> Any:

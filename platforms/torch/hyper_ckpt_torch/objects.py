@@ -106,9 +106,15 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _parameter(optimizer: torch.optim.Optimizer, path: tuple[Any, ...]) -> torch.Tensor | None:
     """The parameter whose state a place is in."""
-    parameters = _parameters(optimizer)
     number = path[1] if len(path) > 2 and path[0] == "state" else None
-    return parameters[number] if type(number) is int and 0 <= number < len(parameters) else None
+    if type(number) is not int or number < 0:
+        return None
+    for group in optimizer.param_groups:
+        if number < len(group["params"]):
+            found: torch.Tensor = group["params"][number]
+            return found
+        number -= len(group["params"])
+    return None
 
 
 def _by_parameter(optimizer: torch.optim.Optimizer, state: Any) -> list[tuple[Any, torch.Tensor, Mapping[Any, Any]]]:
