@@ -53,7 +53,8 @@ def load(
     """Loads a checkpoint into a state, in place. Every rank calls it, with the same arguments.
 
     The state may be distributed in any way, over any number of ranks. Tensors are filled where they lie,
-    plain values are set in the given dicts and lists; a target on the meta device is replaced in its dict.
+    plain values are set in the given dicts and lists; a target on the meta device is replaced in its dict. Objects with
+    a state_dict are handed their whole saved state by load_state_dict, but for networks, which must fit like a dict.
 
     Args:
         state_dict: what to load, with targets in place.
@@ -65,7 +66,7 @@ def load(
         use_collectives: False: ranks do not talk, and each reads for itself what it wants, its own copy where it
             saved one. Any checkpoint can be loaded so. Errors are one rank's own.
         strict: True refuses missing keys and differing shapes, dtypes and containers before any data is read;
-            "exact" refuses unexpected keys too; False loads what matches.
+            "exact" refuses unexpected keys too; False loads what matches. An object is never handed a part of its state.
         verify: "during" checks every block while it is read (a damaged one is found after earlier ones were
             loaded); "before" checks all blocks first, so that the target stays untouched; "off" checks
             only the manifest and the sizes and headers of files.
