@@ -69,7 +69,7 @@ class LoadOptions:
         progress: as for a save.
         map_keys: the saved name of a name in the target, where they differ: a dict, or a function that returns a
             name, several of which the first that was saved is taken, or None for its own name. A name that was not
-            saved is missing. `LoadReport.mapped` says what matched.
+            saved is missing. The name of an object stands for all of it. `LoadReport.mapped` says what matched.
     """
 
     allow_pickle: bool = False

@@ -19,10 +19,18 @@ import pluggy
 from hyper_ckpt import hookspecs
 from hyper_ckpt.contracts.codec import Codec
 from hyper_ckpt.contracts.events import EventSpec
+from hyper_ckpt.contracts.objects import MissingTensor, Objects
 from hyper_ckpt.contracts.planner import LoadPlanner, SavePlanner
 from hyper_ckpt.contracts.platform import Platform, PlatformSpec
 from hyper_ckpt.contracts.store import ByteStore, StoreSpec
-from hyper_ckpt.errors import CheckpointError, MixedFrameworksError, NoPlatformError, PluginError, UnknownSchemeError
+from hyper_ckpt.errors import (
+    CheckpointError,
+    MixedFrameworksError,
+    NoPlatformError,
+    PluginError,
+    TargetError,
+    UnknownSchemeError,
+)
 from hyper_ckpt.state import BUILTIN
 from hyper_ckpt.state.classes import has_state, is_stateful
 from hyper_ckpt.values import PerRank, ShardedTensor
@@ -278,7 +286,11 @@ class Registry:
         if not votes:
             active = [s for s in self._platforms.values() if s.name != "numpy" and _is_active(s)]
         if not votes and not active:
-            votes = self._votes(state, inside=True) or self._imported(state)
+            votes = self._votes(state, inside=True)
+            imported = set() if votes else self._imported(state)
+            if len(imported) > 1:
+                return self._undecided(tuple(sorted(imported)))
+            votes = votes or imported
         if len(votes) > 1:
             raise MixedFrameworksError(
                 f"the state holds tensors of {' and '.join(sorted(votes))}: save each "
@@ -298,9 +310,18 @@ class Registry:
         return {spec.name for cls in types for spec in self._platforms.values() if _is_of(cls, spec)}
 
     def _imported(self, state: Any) -> set[str]:
-        """The only framework that the program has imported, if objects in the state may be given tensors of it."""
-        names = {s.name for s in self._platforms.values() if _is_imported(s)}
-        return names if len(names) == 1 and any(map(has_state, leaf_types(state))) else set()
+        """The frameworks that the program has imported, if objects in the state may be given tensors of one."""
+        if not any(map(has_state, leaf_types(state))):
+            return set()
+        return {spec.name for spec in self._platforms.values() if _is_imported(spec)}
+
+    def _undecided(self, names: tuple[str, ...]) -> Platform:
+        """The numpy platform, for as long as no object needs a tensor of a framework."""
+        base = self.platform("numpy")
+        if str(names) not in base.kept:
+            base.kept[str(names)] = Platform(base.name, base.ranks, base.tensors, base.stager, _Undecided(names))
+        found: Platform = base.kept[str(names)]
+        return found
 
     def _broken(self) -> str:
         return "".join(f". Plugin {name!r} failed to load: {type(e).__name__}: {e}" for name, e in self.errors.items())
@@ -314,6 +335,22 @@ _SPECS: dict[str, tuple[type, tuple[str, ...]]] = {
     "hyper_ckpt_events": (EventSpec, ("name",)),
 }
 """What each hook returns a list of, and which fields of it are text."""
+
+
+class _Undecided(Objects):
+    """Which framework's tensors objects are to be given is not known."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+
+    def make(self, owner: Any, missing: MissingTensor) -> Any:
+        made = super().make(owner, missing)
+        if made is None and missing.form != "array":
+            raise TargetError(
+                f"a {type(owner).__qualname__} in the state needs a tensor that it does not have; the state has no "
+                f"tensors, and {' and '.join(self._names)} are imported: pass platform="
+            )
+        return made
 
 
 def _check_specs(hook: str, specs: list[Any]) -> None:

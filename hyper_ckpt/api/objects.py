@@ -47,7 +47,8 @@ class Completer:
         if not absent:
             return adopted.flat
         where = self._check_stored(absent)
-        self._note_neighbours(flat, {places[name].owner_name for name in absent})
+        for owner in {places[name].owner_name for name in absent}:
+            self._neighbours[owner] = self._beside([flat.tensors[name] for name in adopted.own[owner]])
         refused = []
         for name in absent:
             made = self._made(name, rows[name], places[name], where[name])
@@ -102,14 +103,14 @@ class Completer:
                 "made: its make_state_tensor, or that of the platform's Objects, must make what was saved"
             )
 
-    def _note_neighbours(self, flat: FlatState, owners: set[str]) -> None:
-        """For each object, one of its own tensors that is whole: new ones go to the same device."""
-        for name, value in flat.tensors.items():
-            for owner in owners - self._neighbours.keys():
-                if (name == owner or name.startswith(f"{owner}/")) and not isinstance(value, np.ndarray):
-                    found = self._context.tensors.describe(value)
-                    if found is not None and isinstance(found.layout, Replicated):
-                        self._neighbours[owner] = value
+    def _beside(self, own: Sequence[Any]) -> Any:
+        """One of an object's tensors that is whole, for the device of others; None: there is none."""
+        for value in own:
+            if not isinstance(value, np.ndarray):
+                found = self._context.tensors.describe(value)
+                if found is not None and isinstance(found.layout, Replicated):
+                    return value
+        return None
 
 
 def _refusal(names: Sequence[str], place: Place, checkpoint: str) -> str:

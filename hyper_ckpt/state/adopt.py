@@ -39,10 +39,11 @@ class Place(NamedTuple):
 @dataclass(frozen=True)
 class Adopted:
     """A target whose objects hold what was saved. `places` are the tensors that it then has in them, by name; `flat`
-    has those of them that the target has, whatever their shape."""
+    has those of them that the target has, whatever their shape. `own` names all tensors that each object has."""
 
     flat: FlatState
     places: dict[str, Place]
+    own: dict[str, list[str]]
 
 
 def adopt(flat: FlatState, saved: Node, fixed: Callable[[Any, Any], Collection[Any] | None]) -> Adopted:
@@ -54,11 +55,11 @@ def adopt(flat: FlatState, saved: Node, fixed: Callable[[Any, Any], Collection[A
         fixed: see `Objects.fixed`; asked of an object and its state.
     """
     if not flat.substates:
-        return Adopted(flat, {})
+        return Adopted(flat, {}, {})
     worker = _Adoption(flat, fixed)
     tree = worker.node(flat.tree, saved, None)
     adopted = dataclasses.replace(flat, tree=tree, tensors=worker.tensors, whole=frozenset(worker.whole))
-    return Adopted(adopted, worker.places)
+    return Adopted(adopted, worker.places, worker.own)
 
 
 class _Adoption:
@@ -68,6 +69,7 @@ class _Adoption:
         self.tensors = dict(flat.tensors)
         self.whole: set[str] = set()
         self.places: dict[str, Place] = {}
+        self.own: dict[str, list[str]] = {}
 
     def node(self, target: Node, saved: Node, name: str | None) -> Node:
         """The node of a place outside objects."""
@@ -94,7 +96,7 @@ class _Adoption:
         if fixed is None:
             if isinstance(own, KeyedNode) and not isinstance(inner, KeyedNode) and not isinstance(saved, StatefulNode):
                 return target  # something else was saved under this name
-            self._take_whole(own, name)
+            self._take_whole(own, name, name)
             return StatefulNode(self._taken(inner, own, Place(substate.object, name, (), _TENSOR), name))
         for each in tensors_below(own, name):  # an object around it may have left them out
             self.tensors[each] = self._flat.tensors[each]
@@ -108,14 +110,16 @@ class _Adoption:
         for key, part, (at, item) in zip(substate.state, own.k, children(own, name), strict=True):
             taken = key not in fixed and part in known
             if taken:
-                self._take_whole(item, at)
+                self._take_whole(item, at, name)
                 item = self._taken(known[part], item, Place(substate.object, name, (key,), _TENSOR), at)
             items.append(item)
         return with_items(own, items)
 
-    def _take_whole(self, own: Node, name: str) -> None:
+    def _take_whole(self, own: Node, name: str, owner: str) -> None:
         self.whole.add(name)
-        for each in tensors_below(own, name):
+        found = tensors_below(own, name)
+        self.own.setdefault(owner, []).extend(found)
+        for each in found:
             self.tensors.pop(each, None)
 
     def _taken(self, saved: Node, target: Node, place: Place, name: str) -> Node:

@@ -231,14 +231,14 @@ class _Changes:
 
     def _whole(self, old: Any, node: Node, name: str | None) -> Any:
         """The saved value. Of the target's only what can't be made anew is kept: objects, `PerRank`s, generators."""
+        substate = self._flat.substates.get(name) if name is not None else None
+        if substate is not None and substate.object is old:
+            return self._stateful(old, substate.state, node, name)
         if isinstance(node, StatefulNode):
             if not is_stateful(old):
                 return self._whole(old, node.v, name)
             self.loads.append(Loaded(name, old, self._whole(None, node.v, name), True))
             return old
-        substate = self._flat.substates.get(name) if name is not None else None
-        if substate is not None and substate.object is old:
-            return self._stateful(old, substate.state, node, name)
         node = self._builder.inlined(node, name)
         if isinstance(node, KeyedNode):
             keyed = keyed_value(node, node.v)

@@ -1,9 +1,11 @@
 """An object is handed its whole saved state, as it was saved; what cannot be is refused before anything changes."""
 
 import io
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,33 @@ def exactly(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value).__name__, [exactly(each) for each in value]
     return type(value).__name__, value
+
+
+@pytest.fixture(autouse=True)
+def torch_platform() -> Iterator[None]:
+    """A state of such objects does not say of which framework they are, and other tests import MindSpore."""
+    hyper_ckpt.use("torch")
+    yield
+    hyper_ckpt.use(None)
+
+
+def test_the_framework_must_be_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hyper_ckpt.save({"it": Holder({"w": torch.ones(2), "n": np.ones(2)})}, tmp_path / "c")
+    hyper_ckpt.save({"it": Holder({"n": np.ones(2)})}, tmp_path / "n")
+    hyper_ckpt.use(None)
+    monkeypatch.setitem(sys.modules, "mindspore", ModuleType("mindspore"))
+    target, arrays = Holder({}), Holder({})
+    with pytest.raises(TargetError, match="mindspore and torch are imported: pass platform="):
+        hyper_ckpt.load({"it": target}, tmp_path / "c")
+    assert target.state == {}
+    hyper_ckpt.load({"it": arrays}, tmp_path / "n")
+    assert exactly(arrays.state) == exactly({"n": np.ones(2)})
+    hyper_ckpt.load({"it": target}, tmp_path / "c", platform="numpy")
+    assert exactly(target.state) == exactly({"w": np.ones(2, "f4"), "n": np.ones(2)})
+    monkeypatch.delitem(sys.modules, "mindspore")
+    again = Holder({})
+    hyper_ckpt.load({"it": again}, tmp_path / "c")
+    assert exactly(again.state) == exactly({"w": torch.ones(2), "n": np.ones(2)})
 
 
 def saved_state() -> dict[str, Any]:
@@ -129,6 +158,19 @@ def test_objects_inside_objects_are_still_objects(tmp_path: Path) -> None:
     with pytest.raises(ShapeMismatchError, match="it/model/weight"):
         hyper_ckpt.load({"it": other}, tmp_path / "d")
     assert other.state["x"].tolist() == [0.0, 0.0]
+
+
+def test_a_module_inside_an_object_is_loaded_as_any_other(tmp_path: Path) -> None:
+    hyper_ckpt.save({"it": Holder({"model": nn.Linear(2, 2), "n": 1})}, tmp_path / "c")
+    target = Holder({"model": nn.Linear(2, 2, bias=False), "n": 0})
+    with pytest.raises(UnexpectedKeyError, match="it/model/bias"):
+        hyper_ckpt.load({"it": target}, tmp_path / "c", strict="exact")
+    assert target.state["n"] == 0
+    with pytest.warns(UserWarning, match="'it/model/bias'"):
+        hyper_ckpt.load({"it": target}, tmp_path / "c")
+    saved = hyper_ckpt.read(tmp_path / "c", platform="torch")["it"]
+    assert torch.equal(target.state["model"].weight, saved["model"]["weight"])
+    assert target.state["n"] == 1
 
 
 class Extra(nn.Linear):
