@@ -17,13 +17,15 @@ _ANY_SHAPE = ("Adafactor", "LBFGS", "SparseAdam")  # of torch.optim, those whose
 
 
 class TorchObjects(Objects):
-    """A module's weights must fit, its extra state comes as it was saved. An optimizer gets all of its state, new
-    moments like their parameters, with the dtypes that were saved."""
+    """A module's weights must fit; its extra state, and what is no tensor there, comes as it was saved. An optimizer
+    gets all of its state, new moments like their parameters, with the dtypes that were saved."""
 
     def fixed(self, owner: Any, state: Any) -> Collection[Any] | None:
         if not isinstance(owner, torch.nn.Module) or not isinstance(state, dict):
             return None
-        return {key: None for key in state if not (isinstance(key, str) and key.endswith(_EXTRA_STATE))}
+        # Modules may hold lists of tensors, too: metrics do, of what they have collected so far.
+        tensors = {key for key, value in state.items() if isinstance(value, torch.Tensor)}
+        return {key for key in tensors if not (isinstance(key, str) and key.endswith(_EXTRA_STATE))}
 
     def make(self, owner: Any, missing: MissingTensor) -> Any:
         if not isinstance(owner, torch.optim.Optimizer):

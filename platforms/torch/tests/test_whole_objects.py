@@ -1,11 +1,9 @@
 """An object is handed its whole saved state, as it was saved; what cannot be is refused before anything changes."""
 
 import io
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -67,7 +65,7 @@ def test_the_framework_must_be_known(tmp_path: Path, monkeypatch: pytest.MonkeyP
     hyper_ckpt.save({"it": Holder({"w": torch.ones(2), "n": np.ones(2)})}, tmp_path / "c")
     hyper_ckpt.save({"it": Holder({"n": np.ones(2)})}, tmp_path / "n")
     hyper_ckpt.use(None)
-    monkeypatch.setitem(sys.modules, "mindspore", ModuleType("mindspore"))
+    monkeypatch.setattr("hyper_ckpt.registry._is_imported", lambda spec: spec.name in ("torch", "mindspore"))
     target, arrays = Holder({}), Holder({})
     with pytest.raises(TargetError, match="mindspore and torch are imported: pass platform="):
         hyper_ckpt.load({"it": target}, tmp_path / "c")
@@ -76,7 +74,7 @@ def test_the_framework_must_be_known(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert exactly(arrays.state) == exactly({"n": np.ones(2)})
     hyper_ckpt.load({"it": target}, tmp_path / "c", platform="numpy")
     assert exactly(target.state) == exactly({"w": np.ones(2, "f4"), "n": np.ones(2)})
-    monkeypatch.delitem(sys.modules, "mindspore")
+    monkeypatch.setattr("hyper_ckpt.registry._is_imported", lambda spec: spec.name == "torch")
     again = Holder({})
     hyper_ckpt.load({"it": again}, tmp_path / "c")
     assert exactly(again.state) == exactly({"w": torch.ones(2), "n": np.ones(2)})
@@ -205,6 +203,32 @@ def test_extra_state_comes_as_it_was_saved_and_weights_must_fit(extra: Any, own:
     with pytest.warns(UserWarning, match="2 saved values were not loaded"):
         hyper_ckpt.load({"model": smaller}, tmp_path / "c")
     assert torch.equal(smaller[0].weight, first[0].weight)
+
+
+class Collects(nn.Module):
+    """A metric as those of torchmetrics: a module with a list of tensors in its state."""
+
+    def __init__(self, count: int = 0) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.tensor(float(count)))
+        self.values = [torch.full((i,), float(i)) for i in range(count)]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}values"] = self.values
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any) -> None:
+        self.values = state_dict.pop(f"{prefix}values")
+        super()._load_from_state_dict(state_dict, prefix, *more)
+
+
+@pytest.mark.parametrize("count", [0, 2, 5])
+def test_a_list_in_a_module_comes_as_it_was_saved(count: int, tmp_path: Path) -> None:
+    hyper_ckpt.save({"metrics": nn.ModuleDict({"a": Collects(4)})}, tmp_path / "c")
+    target = nn.ModuleDict({"a": Collects(count)})
+    hyper_ckpt.load({"metrics": target}, tmp_path / "c", strict="exact")
+    assert exactly(target["a"].values) == exactly(Collects(4).values)
+    assert target["a"].total == 4
 
 
 def test_extra_state_of_a_module_that_has_none_is_unexpected(tmp_path: Path) -> None:
