@@ -286,6 +286,7 @@ class Loading:
         )
         self._reporter.agreed(int(columns.nbytes().sum()))
         loader = Loader(job, DEFAULT_MAX_HOST_BYTES)
+        self._refuse_unfilled(loader, match)
         if call.verify == "before":
             loader.verify_first()
         return loader
@@ -379,6 +380,15 @@ class Loading:
 
         unfilled = {name for name, own in loader.job.targets.items() if not is_filled(name, own)}
         return unfilled | {name for name, first in match.ties.items() if first in unfilled}
+
+    def _refuse_unfilled(self, loader: Loader, match: Match) -> None:
+        """A tensor that was made for an object has no content that could stay."""
+        left = sorted(self._unfilled(loader, match) & match.made) if match.made else []
+        if left:
+            raise errors.PlanError(
+                f"{few([*map(repr, left)])}: the plan fills only a part of what an object in the target does not have "
+                "yet: let the object make it, with initial values, before the load, or list its whole shards"
+            )
 
     def _warn(self, match: Match, changed: Sequence[str]) -> None:
         left_out = match.left_out()

@@ -34,6 +34,7 @@ class Match:
     Args:
         saved: the saved state as this rank sees it.
         flat: the target; its objects hold what was saved, where they take that as it was saved.
+        made: names of the tensors in it that were made for them.
         borrowed: names of values that this rank did not save and gets from the lowest rank that did.
         missing, mismatched: of this rank's target. `unexpected`: saved names that this rank does not want, until
             `keep_unwanted` leaves those that no rank wants.
@@ -61,6 +62,7 @@ class Match:
     manifest: Manifest | None = None
     mapped: Mapping[str, str] = field(default_factory=dict)
     alike: bool = True
+    made: frozenset[str] = frozenset()
 
     def left_out(self) -> list[str]:
         """Unexpected names inside something that the target has: it wants that, but not all of it."""
@@ -139,6 +141,7 @@ class Matcher:
             names=tuple(all_names(tree)),
             manifest=self._manifest,
             mapped=renamed.moved,
+            made=completer.made,
         )
         misfits = self._compare_trees(match, renamed)
         self._compare_tensors(match, misfits)

@@ -32,6 +32,7 @@ class Completer:
         self._check_files = check_files
         self._twins: dict[tuple[object, ...], Any] = {}
         self._neighbours: dict[str, Any] = {}
+        self.made: frozenset[str] = frozenset()
 
     def run(self, flat: FlatState, saved: Node) -> FlatState:
         """The target with the saved states in the place of those that its objects have.
@@ -57,6 +58,7 @@ class Completer:
             tensors[name] = made
         if refused:
             raise TargetError(_refusal(refused, places[refused[0]], self._manifest.checkpoint))
+        self.made = frozenset(absent)
         return adopted.flat
 
     def _fits(self, own: Any, name: str, row: TensorRow, first_of: dict[int, str]) -> bool:

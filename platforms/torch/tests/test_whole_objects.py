@@ -20,6 +20,7 @@ from hyper_ckpt import PerRank
 from hyper_ckpt.contracts.objects import MissingTensor
 from hyper_ckpt.errors import (
     MissingKeyError,
+    PlanError,
     ShapeMismatchError,
     StateMismatchError,
     TargetError,
@@ -326,6 +327,24 @@ def test_map_keys_moves_an_object_whole(tmp_path: Path) -> None:
         options = hyper_ckpt.LoadOptions(map_keys=keys)
         hyper_ckpt.load({"optimizer": target}, tmp_path / "c", strict="exact", options=options)
         assert repr(target.state_dict()) == repr(first.state_dict())
+
+
+class Sparing(hyper_ckpt.ItemLoadPlanner):
+    def create_local_plan(self, tensors: Any, stored: Any, context: Any) -> hyper_ckpt.LoadPlan:
+        items = super().create_local_plan(tensors, stored, context).items
+        return hyper_ckpt.LoadPlan(tuple(item for item in items if item.index.fqn != "it/w"))
+
+
+def test_a_planner_cannot_leave_out_what_an_object_lacks(tmp_path: Path) -> None:
+    hyper_ckpt.save({"it": Holder({"w": torch.ones(2), "v": torch.ones(2)})}, tmp_path / "c")
+    target = Holder({"v": torch.zeros(2)})
+    with pytest.raises(PlanError, match="'it/w': the plan fills only a part"):
+        hyper_ckpt.load({"it": target}, tmp_path / "c", planner=Sparing())
+    assert exactly(target.state) == exactly({"v": torch.zeros(2)})
+    has = Holder({"w": torch.zeros(2), "v": torch.zeros(2)})
+    report = hyper_ckpt.load({"it": has}, tmp_path / "c", planner=Sparing())
+    assert report.unfilled == ("it/w",)
+    assert exactly(has.state) == exactly({"w": torch.zeros(2), "v": torch.ones(2)})
 
 
 def test_what_is_no_state_of_an_object_is_refused(tmp_path: Path) -> None:
