@@ -58,6 +58,14 @@ def _check_saves(max_in_flight: object, save_token: object) -> None:
         raise ValueError(f"save_token must be a string with something in it, not {save_token!r}")
 
 
+def _patterns(name: str, value: object) -> tuple[str, ...]:
+    """Names or patterns of them, one or several."""
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, Sequence) or not all(isinstance(each, str) for each in found):
+        raise ValueError(f"{name} is a name, a pattern, or several of them in a list, not {value!r}")
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class LoadOptions:
     """Rarer options of `load`.
@@ -70,14 +78,18 @@ class LoadOptions:
         map_keys: the saved name of a name in the target, where they differ: a dict, or a function that returns a
             name, several of which the first that was saved is taken, or None for its own name. A name that was not
             saved is missing. `LoadReport.mapped` says what matched.
+        ignore: saved names that are meant to be left out, and what lies below them; patterns as in `read(keys=)`. No
+            line, warning or error says that the target has no place for them.
     """
 
     allow_pickle: bool = False
     broadcast_batch_bytes: int = 64 << 20
     progress: bool = field(default=True, repr=False)  # not in what ranks compare: they may differ in it
     map_keys: KeyMap | None = field(default=None, repr=False)  # what comes of it is compared instead
+    ignore: str | Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "ignore", _patterns("ignore", self.ignore))
         if self.broadcast_batch_bytes < 1:
             raise ValueError(f"broadcast_batch_bytes must be at least 1, not {self.broadcast_batch_bytes}")
         if not (self.map_keys is None or isinstance(self.map_keys, Mapping) or callable(self.map_keys)):

@@ -14,6 +14,8 @@ class LoadReport:
         unfilled: names of those that the planner left as they were, all or a part of each.
         missing: names that the target wants and the checkpoint does not have; left as they were.
         unexpected: names that the checkpoint has and the target does not want.
+        forgotten: top-level keys of the checkpoint of which no rank's target has anything, without those that
+            `LoadOptions(ignore=)` names.
         mismatched: what was left as it was because kind, shape or dtype differ, each with the reason.
         kept: `PerRank` names that kept the target's value, because no such rank saved one.
         bytes_read: bytes of tensors that this rank read from the store.
@@ -31,6 +33,7 @@ class LoadReport:
     unfilled: tuple[str, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    forgotten: tuple[str, ...]
     mismatched: tuple[str, ...]
     kept: tuple[str, ...]
     bytes_read: int

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ import numpy as np
 
 from hyper_ckpt import errors
 from hyper_ckpt.agreement import Operation, StoppedError, broadcast_bytes
-from hyper_ckpt.api.common import RememberedTensors, all_tensors, attempt, few, form_of, tensor_test
+from hyper_ckpt.api.common import RememberedTensors, all_tensors, attempt, form_of, tensor_test
 from hyper_ckpt.api.load_report import LoadReport
+from hyper_ckpt.api.load_warnings import tell
 from hyper_ckpt.api.matching import Match, Matcher, count_votes, refuse_unexpected
 from hyper_ckpt.api.objects import changed_dtypes, with_floats
 from hyper_ckpt.api.reporting import Reporter
@@ -166,24 +166,31 @@ class Loading:
                 self._operation.agree("setting plain values", error=error, last=True)
         unfilled = self._unfilled(loader, match)
         self._reporter.finished("loaded", sum(f.size for f in manifest.files) if self._ranks.rank == 0 else 0)
-        self._warn(match, changed or [])
+        # Ranks that do not talk cannot tell what nobody wants: other ranks have other stages of a pipeline.
+        knows = self._ranks.rank == 0 and self._operation.ranks.world_size == self._ranks.world_size
+        tell(match, self._kept, changed or [], self._call.strict, self._ranks.rank, knows=knows)
+        return self._report(match, loader, unfilled, changed or [])
+
+    def _report(self, match: Match, loader: Loader, unfilled: set[str], changed: Sequence[str]) -> LoadReport:
+        counts = loader.counts
         return LoadReport(
-            tuple(sorted(match.wanted.keys() - unfilled)),
-            tuple(sorted(unfilled)),
-            tuple(match.missing),
-            tuple(match.unexpected),
-            tuple(match.mismatched),
-            tuple(self._kept),
-            loader.counts.read,
-            loader.counts.received,
-            loader.counts.peak_host_bytes,
-            self._seconds,
-            dict(match.mapped),
-            loader.shares,
-            loader.counts.shared_boxes,
-            loader.counts.broadcasts,
-            loader.counts.packed_boxes,
-            tuple(changed or ()),
+            loaded=tuple(sorted(match.wanted.keys() - unfilled)),
+            unfilled=tuple(sorted(unfilled)),
+            missing=tuple(match.missing),
+            unexpected=tuple(match.unexpected),
+            forgotten=tuple(match.forgotten),
+            mismatched=tuple(match.mismatched),
+            kept=tuple(self._kept),
+            bytes_read=counts.read,
+            bytes_received=counts.received,
+            peak_host_bytes=counts.peak_host_bytes,
+            seconds=self._seconds,
+            mapped=dict(match.mapped),
+            shared_reads=loader.shares,
+            shared_boxes=counts.shared_boxes,
+            broadcasts=counts.broadcasts,
+            packed_boxes=counts.packed_boxes,
+            changed=tuple(changed),
         )
 
     def _match(self, flat: FlatState, manifest: Manifest, stored: Stored) -> Match:
@@ -196,8 +203,9 @@ class Loading:
         verdict = self._operation.agree("comparing the state with the checkpoint", own, error, count_votes)
         assert match is not None
         match.hear(verdict)
+        match.ignore(call.options.ignore)
         if call.strict == "exact":
-            refuse_unexpected(match.unexpected, manifest.checkpoint)
+            refuse_unexpected([name for name in match.unexpected if not match.is_ignored(name)], manifest.checkpoint)
         return match
 
     def plan(
@@ -379,37 +387,6 @@ class Loading:
 
         unfilled = {name for name, own in loader.job.targets.items() if not is_filled(name, own)}
         return unfilled | {name for name, first in match.ties.items() if first in unfilled}
-
-    def _warn(self, match: Match, changed: Sequence[str]) -> None:
-        left_out = match.left_out()
-        # Ranks that do not talk cannot tell what nobody wants: other ranks have other stages of a pipeline.
-        knows = self._ranks.rank == 0 and self._operation.ranks.world_size == self._ranks.world_size
-        if left_out and self._call.strict is True and knows:
-            warnings.warn(
-                f"{len(left_out)} saved values were not loaded, since the target has no place for them: "
-                f"{few([*map(repr, left_out)])}. Create them first, put the object itself into the state (an optimizer "
-                "takes its moments, but its state_dict() has none before its first step), or pass strict=False if this "
-                "is meant",
-                stacklevel=6,
-            )
-        if changed:
-            warnings.warn(
-                f"load_state_dict changed dtypes: {few(changed)}. Values may have lost bits: make the object hold what "
-                "was saved, or let its load_state_dict keep dtypes",
-                stacklevel=6,
-            )
-        if self._kept:
-            warnings.warn(
-                f"{few([*map(repr, self._kept)])} belong to ranks, and no rank {self._ranks.rank} saved any: "
-                "the target's own values were kept",
-                stacklevel=6,
-            )
-        if match.borrowed:
-            warnings.warn(
-                f"{few([*map(repr, match.borrowed)])} differed between ranks: rank {self._ranks.rank} got the "
-                "lowest rank's",
-                stacklevel=6,
-            )
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -22,6 +22,7 @@ from hyper_ckpt.manifest import Manifest, TensorRow
 from hyper_ckpt.options import KeyMap, Strict
 from hyper_ckpt.planning.describe import describe_all, find_ties
 from hyper_ckpt.state import FlatState, Node, compare, select
+from hyper_ckpt.state.names import expand, is_below
 from hyper_ckpt.state.rename import Renamed, rename
 from hyper_ckpt.state.tree import KeyedNode
 from hyper_ckpt.state.walk import all_names
@@ -35,8 +36,8 @@ class Match:
         saved: the saved state as this rank sees it.
         flat: the target; its objects hold what was saved, where they take that as it was saved.
         borrowed: names of values that this rank did not save and gets from the lowest rank that did.
-        missing, mismatched: of this rank's target. `unexpected`: saved names that this rank does not want, until
-            `keep_unwanted` leaves those that no rank wants.
+        missing, mismatched: of this rank's target. `unexpected`: saved names that this rank does not want, and
+            `forgotten`: top-level keys of which its target has nothing, until `hear` leaves those of all ranks.
         wanted: the targets to fill by name, sorted, new ones where they had no memory.
         replaced: those of them that are not the tensors that stand in the target.
         ties: names that are the memory of another name.
@@ -45,6 +46,7 @@ class Match:
         manifest: the checkpoint's, under the target's names.
         mapped: the saved names of those of the target's that `map_keys` found under another one.
         alike: whether all ranks mapped alike, so that a name means the same on each.
+        ignored: saved names that are meant to be left out, with what is below them.
     """
 
     saved: Node
@@ -52,6 +54,7 @@ class Match:
     borrowed: tuple[str, ...] = ()
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
     wanted: dict[str, Any] = field(default_factory=dict)
     replaced: dict[str, Any] = field(default_factory=dict)
@@ -61,19 +64,27 @@ class Match:
     manifest: Manifest | None = None
     mapped: Mapping[str, str] = field(default_factory=dict)
     alike: bool = True
+    ignored: frozenset[str] = frozenset()
+
+    @property
+    def checkpoint(self) -> str:
+        """How messages call the checkpoint."""
+        assert self.manifest is not None
+        return self.manifest.checkpoint
 
     def left_out(self) -> list[str]:
         """Unexpected names inside something that the target has: it wants that, but not all of it."""
         assert self.flat is not None
         assert isinstance(self.flat.tree, KeyedNode)
         roots = set(self.flat.tree.k)
-        return [name for name in self.unexpected if "/" in name and name.partition("/")[0] in roots]
+        inside = [name for name in self.unexpected if "/" in name and name.partition("/")[0] in roots]
+        return [name for name in inside if not self.is_ignored(name)]
 
     def vote(self) -> bytes:
         """A digest of how names were mapped, and one bit for every saved name: whether this rank does not want it."""
-        unexpected = set(self.unexpected)
+        unwanted = {*self.unexpected, *self.forgotten}
         digest = xxhash.xxh3_64_digest(msgspec.msgpack.encode(sorted(self.mapped.items())))
-        return digest + bytes(np.packbits(np.array([name in unexpected for name in self.names], bool)))
+        return digest + bytes(np.packbits(np.array([name in unwanted for name in self.names], bool)))
 
     def hear(self, verdict: bytes) -> None:
         """Takes what came of all votes."""
@@ -83,7 +94,18 @@ class Match:
     def _keep_unwanted(self, unwanted: bytes) -> None:
         """Of the unexpected names, keeps those that no rank wants: other ranks want other stages of a pipeline."""
         bits = np.unpackbits(np.frombuffer(unwanted, np.uint8), count=len(self.names))
-        self.unexpected = [name for name, bit in zip(self.names, bits, strict=True) if bit]
+        found, own = [name for name, bit in zip(self.names, bits, strict=True) if bit], set(self.unexpected)
+        self.unexpected = [name for name in found if name in own]
+        self.forgotten = [name for name in self.forgotten if name in set(found)]
+
+    def ignore(self, keys: Sequence[str]) -> None:
+        """Notes what is meant to be left out: the names that `keys` stand for, and what is below them."""
+        self.ignored = frozenset(expand(keys, self.names))
+        self.forgotten = [name for name in self.forgotten if not self.is_ignored(name)]
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether an unexpected name is meant to be left out."""
+        return is_below(name, self.ignored)
 
 
 def count_votes(votes: list[bytes]) -> bytes:
@@ -135,6 +157,7 @@ class Matcher:
             self._flat,
             chosen.borrowed,
             unexpected=list(renamed.hidden),
+            forgotten=self._forgotten(tree, renamed),
             own=frozenset(all_names(self._flat.tree)),
             names=tuple(all_names(tree)),
             manifest=self._manifest,
@@ -146,6 +169,13 @@ class Matcher:
             raise_problems(self._problems, self._manifest.checkpoint)
         self._acquire(match, planner)
         return match
+
+    def _forgotten(self, saved: Node, renamed: Renamed) -> list[str]:
+        """Top-level keys of which the target wants nothing, under whatever name."""
+        assert isinstance(saved, KeyedNode)
+        assert isinstance(self._flat.tree, KeyedNode)
+        wanted = {*self._flat.tree.k, *(source.partition("/")[0] for source in renamed.moved.values())}
+        return [key for key in saved.k if key not in wanted]
 
     def _rename(self, saved: Node) -> Renamed:
         map_keys = self._map_keys

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from hyper_ckpt.options import DEFAULT_TIMEOUT, LoadOptions, Verify
 from hyper_ckpt.planning.standard import StandardLoadPlanner
 from hyper_ckpt.registry import registry
 from hyper_ckpt.state import rebuild, select, skeleton
+from hyper_ckpt.state.names import expand
 from hyper_ckpt.state.walk import all_names, prune, tensor_names
 from hyper_ckpt.storage.filesystem import FileSystemReader, is_whole, not_whole
 
@@ -103,7 +103,7 @@ def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None, repor
     chosen, tensors = call.platform, all_tensors(call.platform)
     tree = select(state_of(manifest), 0).tree
     if keys is not None:
-        tree, absent = prune(tree, _expand(keys, all_names(tree)))
+        tree, absent = prune(tree, expand(keys, all_names(tree)))
         if absent:
             where = manifest.checkpoint
             names = ", ".join(map(repr, absent))
@@ -137,12 +137,3 @@ def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None, repor
     )
     reporter.finished("loaded", sum(f.size for f in manifest.files))
     return state
-
-
-def _expand(keys: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The names that each key stands for; one that stands for none is kept, to be reported."""
-    known, out = set(names), list[str]()
-    for key in keys:
-        found = [] if key in known else fnmatch.filter(names, key)
-        out += found or [key]
-    return out
