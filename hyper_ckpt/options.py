@@ -78,6 +78,10 @@ class LoadOptions:
         map_keys: the saved name of a name in the target, where they differ: a dict, or a function that returns a
             name, several of which the first that was saved is taken, or None for its own name. A name that was not
             saved is missing. `LoadReport.mapped` says what matched.
+        cast: convert values where the target has another dtype than was saved: True, or only for these names of the
+            target and what lies below them, patterns as in `read(keys=)`. Between float dtypes, between complex ones,
+            and to integers that hold every value of the saved dtype; all else is refused as ever. `LoadReport.cast`
+            says what was converted.
         ignore: saved names that are meant to be left out, and what lies below them; patterns as in `read(keys=)`. No
             line, warning or error says that the target has no place for them.
     """
@@ -87,9 +91,16 @@ class LoadOptions:
     progress: bool = field(default=True, repr=False)  # not in what ranks compare: they may differ in it
     map_keys: KeyMap | None = field(default=None, repr=False)  # what comes of it is compared instead
     ignore: str | Sequence[str] = ()
+    cast: bool | str | Sequence[str] = False
+
+    @property
+    def cast_keys(self) -> tuple[str, ...]:
+        """The names of the target, or patterns of them, that may be converted."""
+        return ("*",) if self.cast is True else _patterns("cast", self.cast or ())
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ignore", _patterns("ignore", self.ignore))
+        object.__setattr__(self, "cast", self.cast if isinstance(self.cast, bool) else _patterns("cast", self.cast))
         if self.broadcast_batch_bytes < 1:
             raise ValueError(f"broadcast_batch_bytes must be at least 1, not {self.broadcast_batch_bytes}")
         if not (self.map_keys is None or isinstance(self.map_keys, Mapping) or callable(self.map_keys)):

@@ -180,6 +180,9 @@ class RememberedTensors(Tensors):
             self._kept.append(value)
         return self._plain[id(value)]
 
+    def cast(self, values: Carrier, dtype: str, to: str) -> Carrier:
+        return self._inner.cast(values, dtype, to)
+
     def before_writes(self, values: Sequence[Any]) -> None:
         self._inner.before_writes(values)
 

@@ -27,6 +27,7 @@ class LoadReport:
             messages, and how many of them travelled together with others.
         changed: tensors of which an object's load_state_dict made another dtype, each with both.
         mapped: names of the target that `map_keys` found, with the saved names.
+        cast: names of tensors whose values were converted, with the saved dtype and the target's.
     """
 
     loaded: tuple[str, ...]
@@ -41,6 +42,7 @@ class LoadReport:
     peak_host_bytes: int
     seconds: dict[str, float]
     mapped: dict[str, str]
+    cast: dict[str, tuple[str, str]]
     shared_reads: bool
     shared_boxes: int
     broadcasts: int

@@ -25,10 +25,11 @@ from hyper_ckpt.api.sharing import choose_sharing, pass_on_blobs
 from hyper_ckpt.columns import Columns, Located
 from hyper_ckpt.contracts.placement import StorageReader
 from hyper_ckpt.contracts.planner import LoadPlanner, PlanContext
-from hyper_ckpt.contracts.platform import Platform
+from hyper_ckpt.contracts.platform import Platform, Tensors
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.description import Description, without
 from hyper_ckpt.dtypes import dtype_of
+from hyper_ckpt.engine.cast import CastStager, CastTensors, staging_bytes, uncast
 from hyper_ckpt.engine.load import Loader, LoadJob
 from hyper_ckpt.engine.stage import from_host
 from hyper_ckpt.engine.stored import Stored
@@ -80,7 +81,11 @@ class Loading:
     def __init__(self, call: LoadCall, operation: Operation, reporter: Reporter) -> None:
         self._call, self._operation, self._reporter = call, operation, reporter
         self._ranks = call.platform.ranks
-        self._tensors = RememberedTensors(all_tensors(call.platform))
+        self._tensors: Tensors = RememberedTensors(all_tensors(call.platform))
+        self._stager = call.platform.stager
+        if call.options.cast_keys:
+            self._tensors = CastTensors(self._tensors)
+            self._stager = CastStager(self._stager, self._tensors)
         self._context = PlanContext(self._tensors, self._ranks.rank, self._ranks.world_size)
         self._seconds: dict[str, float] = {}
         self._kept: list[str] = []
@@ -186,6 +191,7 @@ class Loading:
             peak_host_bytes=counts.peak_host_bytes,
             seconds=self._seconds,
             mapped=dict(match.mapped),
+            cast=dict(match.cast),
             shared_reads=loader.shares,
             shared_boxes=counts.shared_boxes,
             broadcasts=counts.broadcasts,
@@ -196,8 +202,8 @@ class Loading:
     def _match(self, flat: FlatState, manifest: Manifest, stored: Stored) -> Match:
         """Compares the target with the checkpoint, on all ranks."""
         call = self._call
-        objects, map_keys = call.platform.objects, call.options.map_keys
-        matcher = Matcher(flat, manifest, self._context, call.strict, map_keys, objects, stored.check_files)
+        objects = call.platform.objects
+        matcher = Matcher(flat, manifest, self._context, call.strict, call.options, objects, stored.check_files)
         match, error = attempt(lambda: matcher.run(call.planner))
         own = match.vote() if match else b""
         verdict = self._operation.agree("comparing the state with the checkpoint", own, error, count_votes)
@@ -278,7 +284,7 @@ class Loading:
         refuse_shared_memory(targets, match.ties)
         job = LoadJob(
             self._ranks,
-            call.platform.stager,
+            self._stager,
             stored,
             call.store,
             columns,
@@ -319,10 +325,12 @@ class Loading:
         dtype = describe_tensor(name, value, self._context).dtype
         itemsize = dtype_of(dtype).itemsize
         try:
-            return [
-                Target(name, s.offsets, s.sizes, dtype, math.prod(s.sizes) * itemsize, self._tensors.writable(s), s)
-                for s in local_shards(name, value, self._context)
-            ]
+            targets = []
+            for s in local_shards(name, value, self._context):
+                nbytes, memory = math.prod(s.sizes) * itemsize, self._tensors.writable(s)
+                room = staging_bytes(self._tensors, s, nbytes)
+                targets.append(Target(name, s.offsets, s.sizes, dtype, nbytes, memory, s, room))
+            return targets
         except UnsupportedStateError as error:
             raise type(error)(f"{name!r}: {error}") from error
 
@@ -331,7 +339,7 @@ class Loading:
         loader.run()
         others = {}
         for name, tensor in match.wanted.items():
-            applied = self._call.planner.apply_tensor(name, tensor)
+            applied = self._call.planner.apply_tensor(name, uncast(tensor))
             if applied is not match.replaced.get(name, flat.tensors[name]):
                 others[name] = applied
         if others:  # rare: a planner that makes tensors of its own

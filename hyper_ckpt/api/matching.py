@@ -14,12 +14,14 @@ import xxhash
 from hyper_ckpt import errors
 from hyper_ckpt.api.common import state_of
 from hyper_ckpt.api.objects import Completer
+from hyper_ckpt.casts import may_cast
 from hyper_ckpt.contracts.objects import Objects
 from hyper_ckpt.contracts.planner import LoadPlanner, PlanContext
 from hyper_ckpt.contracts.platform import TensorDescription
+from hyper_ckpt.engine.cast import Cast
 from hyper_ckpt.errors import StateMismatchError, TargetError
 from hyper_ckpt.manifest import Manifest, TensorRow
-from hyper_ckpt.options import KeyMap, Strict
+from hyper_ckpt.options import KeyMap, LoadOptions, Strict
 from hyper_ckpt.planning.describe import describe_all, find_ties
 from hyper_ckpt.state import FlatState, Node, compare, select
 from hyper_ckpt.state.names import expand, is_below
@@ -38,7 +40,8 @@ class Match:
         borrowed: names of values that this rank did not save and gets from the lowest rank that did.
         missing, mismatched: of this rank's target. `unexpected`: saved names that this rank does not want, and
             `forgotten`: top-level keys of which its target has nothing, until `hear` leaves those of all ranks.
-        wanted: the targets to fill by name, sorted, new ones where they had no memory.
+        wanted: the targets to fill by name, sorted, new ones where they had no memory; a `Cast` each of `cast`.
+        cast: the saved dtype and the target's of those.
         replaced: those of them that are not the tensors that stand in the target.
         ties: names that are the memory of another name.
         own: every name in the target, of leaves and containers.
@@ -57,6 +60,7 @@ class Match:
     forgotten: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
     wanted: dict[str, Any] = field(default_factory=dict)
+    cast: dict[str, tuple[str, str]] = field(default_factory=dict)
     replaced: dict[str, Any] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
     own: frozenset[str] = frozenset()
@@ -119,7 +123,7 @@ class Matcher:
     """Compares one rank's target with a checkpoint.
 
     Args:
-        strict, map_keys: see `load`.
+        strict, options: see `load`.
         objects: what the platform knows of objects.
         check_files: checks files by number, before memory is taken for what they hold.
     """
@@ -130,14 +134,15 @@ class Matcher:
         manifest: Manifest,
         context: PlanContext,
         strict: Strict,
-        map_keys: KeyMap | None,
+        options: LoadOptions,
         objects: Objects,
         check_files: Callable[[Sequence[int]], None],
     ) -> None:
         self._flat, self._manifest, self._context = flat, manifest, context
-        self._strict, self._map_keys = strict, map_keys
+        self._strict, self._options = strict, options
         self._objects, self._check_files = objects, check_files
         self._problems: dict[str, list[str]] = {}
+        self._casts: frozenset[str] | None = None  # names in the target, as far as they were asked for
 
     def run(self, planner: LoadPlanner) -> Match:
         """The match.
@@ -178,7 +183,7 @@ class Matcher:
         return [key for key in saved.k if key not in wanted]
 
     def _rename(self, saved: Node) -> Renamed:
-        map_keys = self._map_keys
+        map_keys = self._options.map_keys
         if map_keys is None:
             return Renamed(saved, {})
         known = set(all_names(saved))
@@ -214,17 +219,24 @@ class Matcher:
         return misfits
 
     def _compare_tensors(self, match: Match, misfits: set[str]) -> None:
-        """Wants those of equal dtype and shape, and notes the others."""
+        """Wants those of equal shape and of equal dtype, or one to be cast, and notes the others."""
         tensors, saved = self._flat.tensors, self._manifest.tensors
         both = {name: tensors[name] for name in sorted(tensors) if name in saved and name not in misfits}
         rows, described = self._manifest.rows([*both]), describe_all(both, self._context)
         for (name, value), row, description in zip(both.items(), rows, described, strict=True):
             if description.shape == row.shape and description.dtype == row.dtype:
                 match.wanted[name] = value
+            elif description.shape == row.shape and self._may_cast(name, row.dtype, description.dtype, match):
+                match.wanted[name], match.cast[name] = value, (row.dtype, description.dtype)
         if len(match.wanted) < len(both):
             pairs = dict(zip(both, zip(described, rows, strict=True), strict=True))
             unlike = [name for name in tensors if name in both and name not in match.wanted]
             match.mismatched += [self._tensor_problem(name, *pairs[name]) for name in unlike]
+
+    def _may_cast(self, name: str, dtype: str, to: str, match: Match) -> bool:
+        if self._casts is None:
+            self._casts = frozenset(expand(self._options.cast_keys, sorted(match.own)))
+        return is_below(name, self._casts) and may_cast(dtype, to)
 
     def _guess(self, name: str, match: Match) -> str:
         """The saved name that was probably meant, for the first few that are missing."""
@@ -260,6 +272,8 @@ class Matcher:
             if acquired is not value:
                 self._refuse_inside_object(name)
                 match.wanted[name] = match.replaced[name] = acquired
+        for name, (dtype, to) in match.cast.items():
+            match.wanted[name] = Cast(match.wanted[name], dtype, to)
 
     def _refuse_inside_object(self, name: str) -> None:
         """What stands in an object's state_dict() would be replaced there, and not in the object."""
@@ -306,6 +320,11 @@ def raise_problems(problems: dict[str, list[str]], what: str) -> None:
 def _remedy(problems: Mapping[str, list[str]], what: str) -> str:
     if problems.keys() == {"unexpected"}:
         return "Give the target a place for it, or load with strict=True"
+    if problems.keys() == {"dtype"}:
+        return (
+            "Make the target as it was saved, or convert what is loaded: LoadOptions(cast=True) does, between floats "
+            "and to wider integers; strict=False would leave the target as it is"
+        )
     if problems.keys() <= {"dtype", "shape"}:
         return "Make the target as it was saved, or read() it and convert; strict=False would leave it as it is"
     return f"See `hyper-ckpt show {what}`; strict=False loads what matches and leaves the rest as it is"

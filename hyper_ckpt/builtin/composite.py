@@ -81,6 +81,9 @@ class CompositeTensors(Tensors):
         part = self._part_of_type.get(type(value))
         return None if part is None else part.plain(value)
 
+    def cast(self, values: Carrier, dtype: str, to: str) -> Carrier:
+        return self._parts[0].cast(values, dtype, to)
+
     def before_writes(self, values: Sequence[Any]) -> None:
         kinds = set(map(type, values))
         for part in self._parts:

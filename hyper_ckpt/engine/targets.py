@@ -21,6 +21,7 @@ class Target(msgspec.Struct, eq=False, gc=False):
     Args:
         memory: where it lies: an array, or the address of a plain tensor; None where `shard` is copied into.
         shard: the platform's LocalShard; a plain tensor needs none.
+        room: the bytes of the buffer that it takes to copy into `shard`.
         staging: the buffer that `memory` shows meanwhile.
         remaining: boxes that are still to be filled.
         keeps: not all of it is filled while its buffer is held, so that what it has must be copied out first.
@@ -33,6 +34,7 @@ class Target(msgspec.Struct, eq=False, gc=False):
     nbytes: int
     memory: Carrier | int | None
     shard: Any = None
+    room: int = 0
     staging: ByteBuffer | None = None
     remaining: int = 0
     keeps: bool = False
