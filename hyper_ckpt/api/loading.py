@@ -21,6 +21,7 @@ from hyper_ckpt.api.load_warnings import tell
 from hyper_ckpt.api.matching import Match, Matcher, count_votes, refuse_unexpected
 from hyper_ckpt.api.objects import changed_dtypes, with_floats
 from hyper_ckpt.api.reporting import Reporter
+from hyper_ckpt.api.saved_boxes import SavedBoxes
 from hyper_ckpt.api.sharing import choose_sharing, pass_on_blobs
 from hyper_ckpt.columns import Columns, Located
 from hyper_ckpt.contracts.placement import StorageReader
@@ -29,11 +30,12 @@ from hyper_ckpt.contracts.platform import Platform, Tensors
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.description import Description, without
 from hyper_ckpt.dtypes import dtype_of
-from hyper_ckpt.engine.cast import CastStager, CastTensors, staging_bytes, uncast
+from hyper_ckpt.engine.cast import CastStager, CastTensors, host_memory, staging_bytes, uncast
 from hyper_ckpt.engine.load import Loader, LoadJob
+from hyper_ckpt.engine.overlaps import check_shared_memory
 from hyper_ckpt.engine.stage import from_host
 from hyper_ckpt.engine.stored import Stored
-from hyper_ckpt.engine.targets import Target, refuse_shared_memory
+from hyper_ckpt.engine.targets import Target
 from hyper_ckpt.errors import MissingFileError, UnsupportedStateError
 from hyper_ckpt.manifest import MANIFEST_NAME, VERSION, Manifest
 from hyper_ckpt.options import DEFAULT_MAX_HOST_BYTES, LoadOptions, ShareReads, Strict, Verify
@@ -281,7 +283,8 @@ class Loading:
         if read_values is not None:
             read_values()
         targets = self._targets(wanted)
-        refuse_shared_memory(targets, match.ties)
+        self._check_shared_memory(match, targets, manifest, stored)
+        self._tensors.before_writes([*wanted.values()])
         job = LoadJob(
             self._ranks,
             self._stager,
@@ -304,6 +307,15 @@ class Loading:
             loader.verify_first()
         return loader
 
+    def _check_shared_memory(
+        self, match: Match, targets: dict[str, list[Target]], manifest: Manifest, stored: Stored
+    ) -> None:
+        """Refuses targets that share memory for which different bytes were saved."""
+        others = {n: match.wanted[n] for n in match.ties if n not in match.alike_ties and n not in targets}
+        limit = DEFAULT_MAX_HOST_BYTES if self._call.max_host_bytes is None else self._call.max_host_bytes
+        saved = SavedBoxes(self._call, self._ranks, manifest, stored)
+        check_shared_memory({**targets, **self._targets(others)}, match.ties, match.alike_ties, saved.read, limit)
+
     def _locate(self, manifest: Manifest, columns: Columns) -> Located:
         own = np.flatnonzero(columns.rank == self._ranks.rank)
         located = self._call.reader.locate(manifest, columns.take(own), self._ranks.rank)
@@ -318,7 +330,6 @@ class Loading:
                 targets[name] = [Target(name, (0,) * len(shape), shape, dtype, plain.nbytes, plain.address)]
             else:
                 targets[name] = self._shards_of(name, value)
-        self._tensors.before_writes([*wanted.values()])
         return targets
 
     def _shards_of(self, name: str, value: Any) -> list[Target]:
@@ -328,8 +339,9 @@ class Loading:
             targets = []
             for s in local_shards(name, value, self._context):
                 nbytes, memory = math.prod(s.sizes) * itemsize, self._tensors.writable(s)
-                room = staging_bytes(self._tensors, s, nbytes)
-                targets.append(Target(name, s.offsets, s.sizes, dtype, nbytes, memory, s, room))
+                converts = host_memory(self._tensors, s)
+                room = staging_bytes(s, nbytes, converts)
+                targets.append(Target(name, s.offsets, s.sizes, dtype, nbytes, memory, s, room, converts))
             return targets
         except UnsupportedStateError as error:
             raise type(error)(f"{name!r}: {error}") from error

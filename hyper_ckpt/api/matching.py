@@ -43,7 +43,7 @@ class Match:
         wanted: the targets to fill by name, sorted, new ones where they had no memory; a `Cast` each of `cast`.
         cast: the saved dtype and the target's of those.
         replaced: those of them that are not the tensors that stand in the target.
-        ties: names that are the memory of another name.
+        ties: names that are the memory of another name; `alike_ties` those of them that are stored as its bytes, too.
         own: every name in the target, of leaves and containers.
         names: every saved name, the same on all ranks.
         manifest: the checkpoint's, under the target's names.
@@ -63,6 +63,7 @@ class Match:
     cast: dict[str, tuple[str, str]] = field(default_factory=dict)
     replaced: dict[str, Any] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
+    alike_ties: dict[str, str] = field(default_factory=dict)
     own: frozenset[str] = frozenset()
     names: tuple[str, ...] = ()
     manifest: Manifest | None = None
@@ -260,12 +261,8 @@ class Matcher:
     def _acquire(self, match: Match, planner: LoadPlanner) -> None:
         """Which names are one memory, and new tensors for targets without memory: one for all names of it."""
         match.ties = find_ties(match.wanted, self._context)
-        for name, first in match.ties.items():
-            if not self._manifest.same_bytes(name, first):
-                raise TargetError(
-                    f"{name!r} and {first!r} are one tensor in the target, but two values were saved for them: "
-                    "untie them, or load only one of them"
-                )
+        same_bytes = self._manifest.same_bytes
+        match.alike_ties = {name: first for name, first in match.ties.items() if same_bytes(name, first)}
         for name, value in [*match.wanted.items()]:  # the first of tied names comes first
             known = match.replaced.get(match.ties[name]) if name in match.ties else None
             acquired = known if known is not None else planner.acquire_tensor(match.wanted, name, self._context)

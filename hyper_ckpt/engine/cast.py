@@ -137,9 +137,14 @@ class CastStager(Stager):
             yield at, self._tensors.cast(values[at : at + STEP], cast.dtype, cast.to)
 
 
-def staging_bytes(tensors: Tensors, shard: LocalShard, nbytes: int) -> int:
+def host_memory(tensors: Tensors, shard: LocalShard) -> Carrier | None:
+    """The host memory that a shard of a `Cast` is converted into, if it lies there."""
+    return tensors.host_view(_own(shard)) if isinstance(shard.data, Cast) else None
+
+
+def staging_bytes(shard: LocalShard, nbytes: int, converts: Carrier | None) -> int:
     """What it takes to stage a shard: where it is converted outside host memory, both forms of it."""
-    if not isinstance(shard.data, Cast) or tensors.host_view(_own(shard)) is not None:
+    if not isinstance(shard.data, Cast) or converts is not None:
         return nbytes
     return _aligned(nbytes) + math.prod(shard.sizes) * dtype_of(shard.data.to).itemsize
 
