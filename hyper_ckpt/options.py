@@ -82,6 +82,8 @@ class LoadOptions:
             target and what lies below them, patterns as in `read(keys=)`. Between float dtypes, between complex ones,
             and to integers that hold every value of the saved dtype; all else is refused as ever. `LoadReport.cast`
             says what was converted.
+        partial: of a save with `use_collectives=False` of which ranks' parts are missing, load what the others' cover.
+            What this rank wants beyond that is left as it was, with a warning: `LoadReport.missing` and `unfilled`.
         ignore: saved names that are meant to be left out, and what lies below them; patterns as in `read(keys=)`. No
             line, warning or error says that the target has no place for them.
     """
@@ -92,6 +94,7 @@ class LoadOptions:
     map_keys: KeyMap | None = field(default=None, repr=False)  # what comes of it is compared instead
     ignore: str | Sequence[str] = ()
     cast: bool | str | Sequence[str] = False
+    partial: bool = False
 
     @property
     def cast_keys(self) -> tuple[str, ...]:

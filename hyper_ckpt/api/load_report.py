@@ -11,7 +11,8 @@ class LoadReport:
 
     Args:
         loaded: names of the tensors that were filled.
-        unfilled: names of those that the planner left as they were, all or a part of each.
+        unfilled: names of those that were left as they were, all or a part of each: by the planner, or since parts of
+            the checkpoint are missing (`LoadOptions(partial=True)`).
         missing: names that the target wants and the checkpoint does not have; left as they were.
         unexpected: names that the checkpoint has and the target does not want.
         forgotten: top-level keys of the checkpoint of which no rank's target has anything, without those that

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from hyper_ckpt.api.common import few
 from hyper_ckpt.api.matching import Match
+from hyper_ckpt.manifest import Manifest
 from hyper_ckpt.options import Strict
 from hyper_ckpt.text import clean
 
@@ -37,6 +38,13 @@ def tell(match: Match, kept: Sequence[str], changed: Sequence[str], strict: Stri
             "was saved, or let its load_state_dict keep dtypes",
             stacklevel=6,
         )
+    absent = [*match.uncovered, *match.missing] if match.manifest and match.manifest.absent else []
+    if absent:
+        warnings.warn(
+            f"{match.checkpoint} lacks the parts of {ranks_text(match.manifest)}: left as they were, in whole, are "
+            f"{few([*map(repr, absent)])}",
+            stacklevel=6,
+        )
     if match.forgotten and knows:
         logger.warning("%s", forgotten_text(match.forgotten, match.checkpoint))
     if kept:
@@ -50,6 +58,12 @@ def tell(match: Match, kept: Sequence[str], changed: Sequence[str], strict: Stri
             f"{few([*map(repr, match.borrowed)])} differed between ranks: rank {rank} got the lowest rank's",
             stacklevel=6,
         )
+
+
+def ranks_text(manifest: Manifest | None) -> str:
+    """The ranks whose parts are missing."""
+    ranks = sorted(manifest.absent) if manifest else []
+    return f"rank{'s' * (len(ranks) > 1)} {few([*map(str, ranks)])}"
 
 
 def forgotten_text(keys: Sequence[str], where: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,6 +64,10 @@ class LoadCall:
     threads: int
     max_host_bytes: int | None
 
+    def load_metadata(self) -> Manifest:
+        """What the checkpoint holds."""
+        return (self.reader.load_partial if self.options.partial else self.reader.load_metadata)(self.store)
+
     def agreed_options(self) -> dict[str, str]:
         """What must be equal on all ranks."""
         names = ("options", "strict", "verify", "share_reads", "max_host_bytes")
@@ -121,7 +126,7 @@ class Loading:
         found: list[Manifest] = []
 
         def read(_: list[bytes]) -> bytes:
-            found.append(self._call.reader.load_metadata(self._call.store))
+            found.append(self._call.load_metadata())
             return b""
 
         with self._phase("metadata"):
@@ -139,7 +144,7 @@ class Loading:
 
     def _was_replaced(self, manifest: Manifest) -> bool:
         def look(_: list[bytes]) -> bytes:
-            now = self._call.reader.load_metadata(self._call.store)
+            now = self._call.load_metadata()
             return b"1" if now.save_id != manifest.save_id else b""
 
         return bool(self._operation.agree("looking for a newer manifest", decide=look))
@@ -206,7 +211,8 @@ class Loading:
         call = self._call
         objects = call.platform.objects
         matcher = Matcher(flat, manifest, self._context, call.strict, call.options, objects, stored.check_files)
-        match, error = attempt(lambda: matcher.run(call.planner))
+        find = functools.partial(call.reader.locate, rank=self._ranks.rank)
+        match, error = attempt(lambda: matcher.run(call.planner, find))
         own = match.vote() if match else b""
         verdict = self._operation.agree("comparing the state with the checkpoint", own, error, count_votes)
         assert match is not None
@@ -236,7 +242,8 @@ class Loading:
         self._operation.agree("describing the target", error=error)
         assert description is not None
         # Ranks that mapped names differently may mean different tensors by one name: then each reads for itself.
-        shares = match.alike and self._shares(description, match, manifest)
+        # Where parts are missing, each finds out for itself what it can have.
+        shares = match.alike and not manifest.absent and self._shares(description, match, manifest)
         if shares and has_blobs(manifest.state):  # the same on all ranks
             pass_on_blobs(self._operation, self._ranks, stored, match)
         loader, error = attempt(lambda: self._loader(description, manifest, match, stored, shares, read_values))
@@ -406,7 +413,7 @@ class Loading:
             return bool(filled.get(name, 0) >= sum([t.nbytes for t in own]))
 
         unfilled = {name for name, own in loader.job.targets.items() if not is_filled(name, own)}
-        return unfilled | {name for name, first in match.ties.items() if first in unfilled}
+        return unfilled | {*match.uncovered} | {name for name, first in match.ties.items() if first in unfilled}
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -15,14 +15,16 @@ from hyper_ckpt import errors
 from hyper_ckpt.api.common import state_of
 from hyper_ckpt.api.objects import Completer
 from hyper_ckpt.casts import may_cast
+from hyper_ckpt.columns import Columns, TensorTable
 from hyper_ckpt.contracts.objects import Objects
 from hyper_ckpt.contracts.planner import LoadPlanner, PlanContext
 from hyper_ckpt.contracts.platform import TensorDescription
 from hyper_ckpt.engine.cast import Cast
-from hyper_ckpt.errors import StateMismatchError, TargetError
+from hyper_ckpt.errors import CoverageError, StateMismatchError, TargetError
 from hyper_ckpt.manifest import Manifest, TensorRow
 from hyper_ckpt.options import KeyMap, LoadOptions, Strict
-from hyper_ckpt.planning.describe import describe_all, find_ties
+from hyper_ckpt.planning.describe import describe_all, find_ties, own_boxes
+from hyper_ckpt.planning.load import plan_alone
 from hyper_ckpt.state import FlatState, Node, compare, select
 from hyper_ckpt.state.names import expand, is_below
 from hyper_ckpt.state.rename import Renamed, rename
@@ -40,6 +42,7 @@ class Match:
         borrowed: names of values that this rank did not save and gets from the lowest rank that did.
         missing, mismatched: of this rank's target. `unexpected`: saved names that this rank does not want, and
             `forgotten`: top-level keys of which its target has nothing, until `hear` leaves those of all ranks.
+        uncovered: names of which parts are missing in the checkpoint that this rank wants.
         wanted: the targets to fill by name, sorted, new ones where they had no memory; a `Cast` each of `cast`.
         cast: the saved dtype and the target's of those.
         replaced: those of them that are not the tensors that stand in the target.
@@ -59,6 +62,7 @@ class Match:
     unexpected: list[str] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
+    uncovered: list[str] = field(default_factory=list)
     wanted: dict[str, Any] = field(default_factory=dict)
     cast: dict[str, tuple[str, str]] = field(default_factory=dict)
     replaced: dict[str, Any] = field(default_factory=dict)
@@ -145,8 +149,11 @@ class Matcher:
         self._problems: dict[str, list[str]] = {}
         self._casts: frozenset[str] | None = None  # names in the target, as far as they were asked for
 
-    def run(self, planner: LoadPlanner) -> Match:
+    def run(self, planner: LoadPlanner, locate: Callable[[Manifest, Columns], object]) -> Match:
         """The match.
+
+        Args:
+            locate: finds what is stored of wanted boxes; raises CoverageError where it is not.
 
         Raises:
             StateMismatchError: what `strict` refuses, all in one; but for unexpected names, see `refuse_unexpected`.
@@ -171,10 +178,26 @@ class Matcher:
         )
         misfits = self._compare_trees(match, renamed)
         self._compare_tensors(match, misfits)
+        if self._manifest.absent:  # expected, and told
+            self._problems.pop("missing", None)
         if self._strict:
             raise_problems(self._problems, self._manifest.checkpoint)
+        self._leave_uncovered(match, locate)
         self._acquire(match, planner)
         return match
+
+    def _leave_uncovered(self, match: Match, locate: Callable[[Manifest, Columns], object]) -> None:
+        """Wants nothing of which a part is missing here."""
+        for name, value in [*match.wanted.items()] if self._manifest.absent else ():
+            (row,) = self._manifest.rows([name])
+            table = TensorTable.of([(name, row.dtype, row.shape)])
+            boxes = own_boxes({name: value}, self._context)
+            try:
+                locate(self._manifest, plan_alone(table, self._context.rank, boxes))
+            except CoverageError:
+                match.uncovered.append(name)
+                del match.wanted[name]
+                match.cast.pop(name, None)
 
     def _forgotten(self, saved: Node, renamed: Renamed) -> list[str]:
         """Top-level keys of which the target wants nothing, under whatever name."""

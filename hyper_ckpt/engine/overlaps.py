@@ -116,7 +116,7 @@ def _overlapping(targets: Mapping[str, Sequence[Target]], alike: Mapping[str, st
 
 
 def _compare(group: Sequence[Target], ties: Mapping[str, str], read: ReadBoxes, window: int) -> None:
-    """Lays what was saved into a copy of the memory, window by window, and looks whether that has other bytes already."""
+    """Lays what was saved into a copy of the memory, window by window, and looks whether other bytes lie there."""
     places = [_place(target) for target in group]
     regions = [place.region() for place in places]
     slab = window // 4

@@ -215,6 +215,12 @@ class FileSystemReader(StorageReader):
         return type(self).__name__
 
     def load_metadata(self, store: ByteStore) -> Manifest:
+        return self._load(store, partial=False)
+
+    def load_partial(self, store: ByteStore) -> Manifest:
+        return self._load(store, partial=True)
+
+    def _load(self, store: ByteStore, *, partial: bool) -> Manifest:
         try:
             data = store.read(MANIFEST_NAME)
         except StoreError as error:
@@ -224,13 +230,15 @@ class FileSystemReader(StorageReader):
                 ) from error
             raise
         except MissingFileError:
-            alone = find_alone(store)
+            alone = find_alone(store, partial=partial)
             if alone is not None:
                 _check_names(alone)
                 return alone
             raise CheckpointNotFoundError(f"no checkpoint at {store.url}: {_what_is_there(store)}") from None
         manifest = Manifest(data, f"{store.url}/{MANIFEST_NAME}")
         _check_names(manifest)
+        if manifest.absent:
+            raise ManifestError(f"{manifest.what} is not a valid manifest: it has no digest of a receipt")
         return manifest
 
     def locate(self, manifest: Manifest, wanted: Columns, rank: int) -> Located:

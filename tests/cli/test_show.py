@@ -83,7 +83,7 @@ def test_json_is_complete(run: Run, checkpoint: Path) -> None:
     facts = json.loads(run("show", checkpoint, "--json").stdout)
     metadata = hyper_ckpt.read_metadata(checkpoint)
     assert list(facts) == [
-        "checkpoint", "save_id", "format_version", "world_size", "created", "nbytes", "elements", "tensor_bytes",
+        "checkpoint", "save_id", "format_version", "world_size", "absent_ranks", "created", "nbytes", "elements", "tensor_bytes",
         "user_metadata", "files", "values", "tensors",
     ]  # fmt: skip
     assert (facts["save_id"], facts["world_size"]) == (metadata.save_id, 4)
