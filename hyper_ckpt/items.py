@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hyper_ckpt.box import plain_ints
 from hyper_ckpt.dtypes import dtype_of
 from hyper_ckpt.metadata import MetadataIndex
 
@@ -23,6 +25,9 @@ class WriteItem:
     index: MetadataIndex
     sizes: tuple[int, ...]
     dtype: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", plain_ints(self.sizes))
 
     @property
     def nbytes(self) -> int:
@@ -44,6 +49,11 @@ class ReadItem:
     sizes: tuple[int, ...]
     reader: int | None = None
     sharers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", plain_ints(self.sizes))
+        object.__setattr__(self, "reader", None if self.reader is None else operator.index(self.reader))
+        object.__setattr__(self, "sharers", plain_ints(self.sharers))
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Literal
 
 Verify = Literal["off", "during", "before"]
@@ -52,7 +54,7 @@ class SaveOptions:
 
 
 def _check_saves(max_in_flight: object, save_token: object) -> None:
-    if not isinstance(max_in_flight, int) or max_in_flight < 1:
+    if not isinstance(max_in_flight, Integral) or max_in_flight < 1:
         raise ValueError(f"max_in_flight must be an integer from 1 on, not {max_in_flight!r}")
     if save_token is not None and (not isinstance(save_token, str) or not save_token):
         raise ValueError(f"save_token must be a string with something in it, not {save_token!r}")
@@ -73,7 +75,8 @@ class LoadOptions:
     Args:
         allow_pickle: unpickle values saved with `allow_pickle`. Runs code from the checkpoint: only for
             checkpoints you trust.
-        broadcast_batch_bytes: bytes that one rank reads before it passes them on, where reads are shared.
+        broadcast_batch_bytes: bytes that one rank reads before it passes them on, where reads are shared; 0: each box
+            by itself, whatever its size.
         progress: as for a save.
         map_keys: the saved name of a name in the target, where they differ: a dict, or a function that returns a
             name, several of which the first that was saved is taken, or None for its own name. A name that was not
@@ -104,7 +107,8 @@ class LoadOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "ignore", _patterns("ignore", self.ignore))
         object.__setattr__(self, "cast", self.cast if isinstance(self.cast, bool) else _patterns("cast", self.cast))
-        if self.broadcast_batch_bytes < 1:
-            raise ValueError(f"broadcast_batch_bytes must be at least 1, not {self.broadcast_batch_bytes}")
+        object.__setattr__(self, "broadcast_batch_bytes", operator.index(self.broadcast_batch_bytes))
+        if self.broadcast_batch_bytes < 0:
+            raise ValueError(f"broadcast_batch_bytes must be at least 0, not {self.broadcast_batch_bytes}")
         if not (self.map_keys is None or isinstance(self.map_keys, Mapping) or callable(self.map_keys)):
             raise ValueError(f"map_keys is a dict or a function, not a {type(self.map_keys).__name__}")

@@ -45,6 +45,8 @@ from hyper_ckpt.registry import registry
 from hyper_ckpt.state import BlobNode, FlatState, Restore, flatten, prepare_restore, skeleton
 from hyper_ckpt.state.tree import has_blobs
 
+MAX_BOX_BYTES = 1 << 60
+"""More than any box has."""
 MAX_ATTEMPTS = 100
 """How often a load begins again because the checkpoint was replaced under it: each time, a save was completed."""
 
@@ -97,7 +99,7 @@ class Loading:
         self._seconds: dict[str, float] = {}
         self._kept: list[str] = []
 
-    def run(self, state: dict[Any, Any]) -> LoadReport:
+    def run(self, state: Mapping[Any, Any]) -> LoadReport:
         """The story; begun again if the checkpoint is replaced while it is read."""
         with self._phase("prepare"):
             flat, error = attempt(lambda: self._flatten(state))
@@ -112,7 +114,7 @@ class Loading:
                     raise
         raise AssertionError("unreachable")
 
-    def _flatten(self, state: dict[Any, Any]) -> FlatState:
+    def _flatten(self, state: Mapping[Any, Any]) -> FlatState:
         return flatten(
             state,
             is_tensor=tensor_test(self._tensors),
@@ -282,7 +284,8 @@ class Loading:
         wanted = {name: value for name, value in match.wanted.items() if name not in ties}
         boxes = own_boxes(wanted, self._context)
         if world is not None:
-            columns = planner.build_global_plan(without(world, ties), rank, boxes, call.options.broadcast_batch_bytes)
+            most = call.options.broadcast_batch_bytes or MAX_BOX_BYTES
+            columns = planner.build_global_plan(without(world, ties), rank, boxes, most)
         else:
             columns = planner.finalize_plan(description, rank, boxes)
         located = self._locate(manifest, columns)

@@ -195,6 +195,11 @@ class Matcher:
             try:
                 locate(self._manifest, plan_alone(table, self._context.rank, boxes))
             except CoverageError:
+                if is_below(name, self._flat.whole):
+                    raise TargetError(
+                        f"a part of {name!r} is missing in {self._manifest.checkpoint}, and an object takes its state "
+                        "whole: load what is there into a dict, or leave the object out"
+                    ) from None
                 match.uncovered.append(name)
                 del match.wanted[name]
                 match.cast.pop(name, None)

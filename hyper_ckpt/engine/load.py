@@ -41,7 +41,7 @@ class LoadJob:
         located: stored pieces for the rows that this rank reads.
         targets: by tensor name, the shards that the boxes lie in.
         batch_ready: waits until all ranks of a group have read a batch.
-        batch_bytes: the same on all ranks.
+        batch_bytes: the same on all ranks; 0: each box by itself.
         progress: told of bytes read or received, by any thread.
         shares: reads are shared between ranks.
         fills: the targets are somebody's, and not made for this load.
@@ -417,7 +417,7 @@ class Loader:
 
 
 def _batches(nbytes: IntArray, rows: Rows, limit: int) -> Iterator[list[int]]:
-    """Consecutive rows of about `limit` bytes; the same on every rank of the group."""
-    number = np.cumsum(nbytes[rows]) // limit
+    """Consecutive rows of about `limit` bytes, or each by itself; the same on every rank of the group."""
+    number = np.cumsum(nbytes[rows]) // limit if limit else np.arange(len(rows))
     for part in np.split(rows, np.flatnonzero(np.diff(number)) + 1):
         yield part.tolist()

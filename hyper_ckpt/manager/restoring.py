@@ -41,7 +41,7 @@ class Restored:
 def restore(
     run: Run,
     platform: Platform,
-    state: dict[Any, Any],
+    state: Mapping[Any, Any],
     step: int | None,
     skip_damaged: bool,
     options: Mapping[str, Any],

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import hyper_ckpt
 from hyper_ckpt import PerRank, ShardedTensor
 from hyper_ckpt.cli.app import cli
-from hyper_ckpt.errors import CheckpointNotFoundError, ManifestError, MissingKeyError, ShapeMismatchError
+from hyper_ckpt.errors import CheckpointNotFoundError, ManifestError, MissingKeyError, ShapeMismatchError, TargetError
 from hyper_ckpt.options import LoadOptions
 
 from .helpers import State, load_on, same
@@ -145,6 +145,27 @@ def test_parts_that_overlap_are_taken_once(tmp_path: Path) -> None:
     assert same(state["w"].shards[0][0], W[1:6])
     with pytest.warns(UserWarning, match="'w'"):
         assert hyper_ckpt.load({"w": rows(0, 10)}, tmp_path / "c", options=PARTIAL).unfilled == ("w",)
+
+
+def test_an_object_takes_no_torn_tensor(path: Path) -> None:
+    class Box:
+        def __init__(self) -> None:
+            self.state: State = {"w": rows(0, 10)}
+
+        def state_dict(self) -> State:
+            return self.state
+
+        def load_state_dict(self, state: State) -> None:
+            self.state = state
+
+    boxes = [Box(), Box()]
+    for rank in (0, 2):
+        part_of = {"o": boxes[0]}
+        boxes[0].state = {"w": part(rank)["w"]}
+        save_alone(rank, path.parent / "o", state=part_of)
+    with pytest.raises(TargetError, match=r"a part of 'o/w' is missing"):
+        hyper_ckpt.load({"o": boxes[1]}, path.parent / "o", options=PARTIAL)
+    assert not boxes[1].state["w"].shards[0][0].any()
 
 
 def test_several_incomplete_saves_are_not_mixed(path: Path) -> None:
