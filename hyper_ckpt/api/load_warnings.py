@@ -27,9 +27,9 @@ def tell(match: Match, kept: Sequence[str], changed: Sequence[str], strict: Stri
     if left_out and strict is True and knows:
         warnings.warn(
             f"{len(left_out)} saved values were not loaded, since the target has no place for them: "
-            f"{few([*map(repr, left_out)])}. Create them first, put the object itself into the state (an optimizer takes "
-            "its moments, but its state_dict() has none before its first step), or name them in LoadOptions(ignore=[...]) "
-            "if this is meant",
+            f"{few([*map(repr, left_out)])}. Create them first, put the object itself into the state (an optimizer "
+            "takes its moments, but its state_dict() has none before its first step), or name them in "
+            "LoadOptions(ignore=[...]) if this is meant",
             stacklevel=6,
         )
     if changed:
