@@ -26,6 +26,14 @@ def plain_ints(values: Iterable[Any]) -> tuple[int, ...]:
     return tuple(map(operator.index, values))
 
 
+def ints_if_all(values: Any) -> Any:
+    """As `plain_ints`; what has anything else comes back as it is, for whoever uses it to refuse by name."""
+    try:
+        return plain_ints(values)
+    except TypeError:
+        return values
+
+
 def element_counts(sizes: IntArray) -> IntArray:
     """Elements in each box. `sizes`: (n, D). Returns (n,)."""
     return np.asarray(np.prod(sizes, axis=1, dtype=np.int64))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hyper_ckpt.box import plain_ints
+from hyper_ckpt.box import ints_if_all
 from hyper_ckpt.dtypes import dtype_of
 from hyper_ckpt.metadata import MetadataIndex
 
@@ -27,7 +26,7 @@ class WriteItem:
     dtype: str
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sizes", plain_ints(self.sizes))
+        object.__setattr__(self, "sizes", ints_if_all(self.sizes))
 
     @property
     def nbytes(self) -> int:
@@ -51,9 +50,9 @@ class ReadItem:
     sharers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sizes", plain_ints(self.sizes))
-        object.__setattr__(self, "reader", None if self.reader is None else operator.index(self.reader))
-        object.__setattr__(self, "sharers", plain_ints(self.sharers))
+        object.__setattr__(self, "sizes", ints_if_all(self.sizes))
+        object.__setattr__(self, "reader", None if self.reader is None else ints_if_all((self.reader,))[0])
+        object.__setattr__(self, "sharers", ints_if_all(self.sharers))
 
 
 @dataclass(frozen=True)

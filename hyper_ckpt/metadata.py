@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from hyper_ckpt.box import plain_ints
+from hyper_ckpt.box import ints_if_all
 
 V = TypeVar("V")
 
@@ -21,7 +21,7 @@ class MetadataIndex:
 
     def __post_init__(self) -> None:
         if self.offset is not None:
-            object.__setattr__(self, "offset", plain_ints(self.offset))
+            object.__setattr__(self, "offset", ints_if_all(self.offset))
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class LoadOptions:
         cast: convert values where the target has another dtype than was saved: True, or only for these names of the
             target and what lies below them, patterns as in `read(keys=)`. Between float dtypes, between complex ones,
             and to integers that hold every value of the saved dtype; all else is refused as ever. `LoadReport.cast`
-            says what was converted.
+            says what was converted. An object is handed its state as it was saved.
         partial: of a save with `use_collectives=False` of which ranks' parts are missing, load what the others' cover.
             What this rank wants beyond that is left as it was, with a warning: `LoadReport.missing` and `unfilled`.
         ignore: saved names that are meant to be left out, and what lies below them; patterns as in `read(keys=)`. No

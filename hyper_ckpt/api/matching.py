@@ -103,9 +103,10 @@ class Match:
     def _keep_unwanted(self, unwanted: bytes) -> None:
         """Of the unexpected names, keeps those that no rank wants: other ranks want other stages of a pipeline."""
         bits = np.unpackbits(np.frombuffer(unwanted, np.uint8), count=len(self.names))
-        found, own = [name for name, bit in zip(self.names, bits, strict=True) if bit], set(self.unexpected)
+        found = {name: None for name, bit in zip(self.names, bits, strict=True) if bit}
+        own = set(self.unexpected)
         self.unexpected = [name for name in found if name in own]
-        self.forgotten = [name for name in self.forgotten if name in set(found)]
+        self.forgotten = [name for name in self.forgotten if name in found]
 
     def ignore(self, keys: Sequence[str]) -> None:
         """Notes what is meant to be left out: the names that `keys` stand for, and what is below them."""

@@ -54,7 +54,7 @@ def expand(keys: Sequence[str], names: Sequence[str]) -> list[str]:
 
 def is_below(name: str, tops: Collection[str]) -> bool:
     """Whether a name is one of `tops`, or lies below one of them."""
-    return name in tops or any(name[:at] in tops for at, c in enumerate(name) if c == "/")
+    return name in tops or (bool(tops) and any(name[:at] in tops for at, c in enumerate(name) if c == "/"))
 
 
 def shown(name: str | None) -> str:

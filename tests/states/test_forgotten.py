@@ -121,3 +121,11 @@ def test_restore_warns(caplog: pytest.LogCaptureFixture) -> None:
 def test_ignore_must_be_names() -> None:
     with pytest.raises(ValueError, match="ignore"):
         LoadOptions(ignore=[1])  # type: ignore[list-item]
+
+
+def test_very_many_top_level_keys() -> None:
+    """Told in linear time: each comparison with all others would take minutes."""
+    url = fresh()
+    hyper_ckpt.save({f"w{i}": i for i in range(20_000)}, url)
+    report = hyper_ckpt.load({"w0": 0}, url)
+    assert len(report.forgotten) == 19_999
