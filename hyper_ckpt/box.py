@@ -7,13 +7,31 @@ intersections need no special case; a 0-dim tensor is all padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
+
+
+def plain_ints(values: Iterable[Any]) -> tuple[int, ...]:
+    """Integers of any type, numpy's too, as Python's.
+
+    Raises:
+        TypeError: one is no integer.
+    """
+    return tuple(map(operator.index, values))
+
+
+def ints_if_all(values: Any) -> Any:
+    """As `plain_ints`; what has anything else comes back as it is, for whoever uses it to refuse by name."""
+    try:
+        return plain_ints(values)
+    except TypeError:
+        return values
 
 
 def element_counts(sizes: IntArray) -> IntArray:

@@ -7,6 +7,7 @@ numpy has no such type. Bytes move as carriers and are never converted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -82,3 +83,13 @@ def dtype_of(name: str) -> DType:
             f"dtype {name!r} cannot be stored; supported are {', '.join(BY_NAME)}. "
             "Convert the tensor, or register a codec for its type."
         ) from None
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The numpy dtype called `name`; those that numpy lacks come from ml_dtypes."""
+    row = dtype_of(name)
+    if row.carrier.name == name:
+        return row.carrier
+    import ml_dtypes  # here, so that nobody pays for it who has no such tensor
+
+    return np.dtype(getattr(ml_dtypes, name))

@@ -37,6 +37,7 @@
         +-- PluginError              a plugin failed to load or breaks the contract
         +-- UnknownSchemeError       no store for this URL scheme
 
+CheckpointNotFoundError and MissingFileError are FileNotFoundErrors of Python, too.
 A message says what happened, where, and what to do next; the cause is chained.
 """
 
@@ -49,7 +50,7 @@ class CheckpointError(Exception):
     """Base of all errors of this library."""
 
 
-class CheckpointNotFoundError(CheckpointError):
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """No complete checkpoint lies at this path."""
 
 
@@ -69,7 +70,7 @@ class ManifestError(CorruptCheckpointError):
     """The manifest (or a receipt) is damaged, truncated or hostile."""
 
 
-class MissingFileError(CorruptCheckpointError):
+class MissingFileError(CorruptCheckpointError, FileNotFoundError):
     """A file that the manifest lists does not exist."""
 
 

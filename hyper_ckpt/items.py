@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hyper_ckpt.box import ints_if_all
 from hyper_ckpt.dtypes import dtype_of
 from hyper_ckpt.metadata import MetadataIndex
 
@@ -23,6 +24,9 @@ class WriteItem:
     index: MetadataIndex
     sizes: tuple[int, ...]
     dtype: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", ints_if_all(self.sizes))
 
     @property
     def nbytes(self) -> int:
@@ -44,6 +48,11 @@ class ReadItem:
     sizes: tuple[int, ...]
     reader: int | None = None
     sharers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", ints_if_all(self.sizes))
+        object.__setattr__(self, "reader", None if self.reader is None else ints_if_all((self.reader,))[0])
+        object.__setattr__(self, "sharers", ints_if_all(self.sharers))
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ the same arithmetic.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import numpy as np
 
-from hyper_ckpt.box import IntArray
+from hyper_ckpt.box import IntArray, plain_ints
 from hyper_ckpt.errors import UnsupportedLayoutError
 
 
@@ -30,6 +31,10 @@ class Shard:
     dim: int
     sizes: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dim", operator.index(self.dim))
+        object.__setattr__(self, "sizes", None if self.sizes is None else plain_ints(self.sizes))
+
 
 Placement = Replicate | Shard
 
@@ -42,6 +47,8 @@ class Mesh:
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", plain_ints(self.shape))
+        object.__setattr__(self, "ranks", plain_ints(self.ranks))
         if int(np.prod(self.shape, dtype=np.int64)) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks):
             raise UnsupportedLayoutError(f"a mesh of shape {self.shape} needs that many distinct ranks: {self.ranks}")
 
@@ -66,6 +73,7 @@ class MeshLayout:
 
     def __post_init__(self) -> None:
         dims = tuple(range(len(self.mesh.shape)))
+        object.__setattr__(self, "order", plain_ints(self.order))
         if len(self.placements) != len(dims) or (self.order and tuple(sorted(self.order)) != dims):
             raise UnsupportedLayoutError(
                 f"{self.placements} in order {self.order} does not fit a mesh of shape {self.mesh.shape}: "
@@ -78,6 +86,10 @@ class Boxes:
     """Exactly these boxes, (offsets, sizes) in elements, in the order of the rank's local shards."""
 
     boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+    def __post_init__(self) -> None:
+        boxes = tuple([(plain_ints(offsets), plain_ints(sizes)) for offsets, sizes in self.boxes])
+        object.__setattr__(self, "boxes", boxes)
 
 
 Layout = Replicated | MeshLayout | Boxes

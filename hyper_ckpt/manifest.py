@@ -172,6 +172,11 @@ class Manifest:
         """The digest of each rank's receipt; none where readers made the manifest of files that have no digests."""
         return self._document.receipts
 
+    @functools.cached_property
+    def absent(self) -> frozenset[int]:
+        """Ranks whose parts are missing: only in what is made of the receipts of ranks that did not talk."""
+        return frozenset(rank for rank, digest in enumerate(self._document.receipts) if not digest)
+
     def renamed(self, names: Mapping[str, str]) -> Manifest:
         """The same manifest, with tensors and payloads under further names.
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from hyper_ckpt.box import ints_if_all
+
 V = TypeVar("V")
 
 
@@ -16,6 +18,10 @@ class MetadataIndex:
     fqn: str
     offset: tuple[int, ...] | None = None
     index: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.offset is not None:
+            object.__setattr__(self, "offset", ints_if_all(self.offset))
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Literal
 
 Verify = Literal["off", "during", "before"]
@@ -52,10 +54,18 @@ class SaveOptions:
 
 
 def _check_saves(max_in_flight: object, save_token: object) -> None:
-    if not isinstance(max_in_flight, int) or max_in_flight < 1:
+    if not isinstance(max_in_flight, Integral) or max_in_flight < 1:
         raise ValueError(f"max_in_flight must be an integer from 1 on, not {max_in_flight!r}")
     if save_token is not None and (not isinstance(save_token, str) or not save_token):
         raise ValueError(f"save_token must be a string with something in it, not {save_token!r}")
+
+
+def _patterns(name: str, value: object) -> tuple[str, ...]:
+    """Names or patterns of them, one or several."""
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, Sequence) or not all(isinstance(each, str) for each in found):
+        raise ValueError(f"{name} is a name, a pattern, or several of them in a list, not {value!r}")
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -65,20 +75,40 @@ class LoadOptions:
     Args:
         allow_pickle: unpickle values saved with `allow_pickle`. Runs code from the checkpoint: only for
             checkpoints you trust.
-        broadcast_batch_bytes: bytes that one rank reads before it passes them on, where reads are shared.
+        broadcast_batch_bytes: bytes that one rank reads before it passes them on, where reads are shared; 0: each box
+            by itself, whatever its size.
         progress: as for a save.
         map_keys: the saved name of a name in the target, where they differ: a dict, or a function that returns a
             name, several of which the first that was saved is taken, or None for its own name. A name that was not
             saved is missing. The name of an object stands for all of it. `LoadReport.mapped` says what matched.
+        cast: convert values where the target has another dtype than was saved: True, or only for these names of the
+            target and what lies below them, patterns as in `read(keys=)`. Between float dtypes, between complex ones,
+            and to integers that hold every value of the saved dtype; all else is refused as ever. `LoadReport.cast`
+            says what was converted. An object is handed its state as it was saved.
+        partial: of a save with `use_collectives=False` of which ranks' parts are missing, load what the others' cover.
+            What this rank wants beyond that is left as it was, with a warning: `LoadReport.missing` and `unfilled`.
+        ignore: saved names that are meant to be left out, and what lies below them; patterns as in `read(keys=)`. No
+            line, warning or error says that the target has no place for them.
     """
 
     allow_pickle: bool = False
     broadcast_batch_bytes: int = 64 << 20
     progress: bool = field(default=True, repr=False)  # not in what ranks compare: they may differ in it
     map_keys: KeyMap | None = field(default=None, repr=False)  # what comes of it is compared instead
+    ignore: str | Sequence[str] = ()
+    cast: bool | str | Sequence[str] = False
+    partial: bool = False
+
+    @property
+    def cast_keys(self) -> tuple[str, ...]:
+        """The names of the target, or patterns of them, that may be converted."""
+        return ("*",) if self.cast is True else _patterns("cast", self.cast or ())
 
     def __post_init__(self) -> None:
-        if self.broadcast_batch_bytes < 1:
-            raise ValueError(f"broadcast_batch_bytes must be at least 1, not {self.broadcast_batch_bytes}")
+        object.__setattr__(self, "ignore", _patterns("ignore", self.ignore))
+        object.__setattr__(self, "cast", self.cast if isinstance(self.cast, bool) else _patterns("cast", self.cast))
+        object.__setattr__(self, "broadcast_batch_bytes", operator.index(self.broadcast_batch_bytes))
+        if self.broadcast_batch_bytes < 0:
+            raise ValueError(f"broadcast_batch_bytes must be at least 0, not {self.broadcast_batch_bytes}")
         if not (self.map_keys is None or isinstance(self.map_keys, Mapping) or callable(self.map_keys)):
             raise ValueError(f"map_keys is a dict or a function, not a {type(self.map_keys).__name__}")

@@ -9,7 +9,7 @@ import importlib.metadata
 import os
 import sys
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -420,7 +420,7 @@ def _is_of(cls: type, spec: PlatformSpec) -> bool:
     return any(base.__module__.partition(".")[0] in spec.modules for base in cls.__mro__)
 
 
-_HOLDERS = (dict, list, tuple, deque, PerRank, ShardedTensor)
+_HOLDERS = (Mapping, list, tuple, deque, PerRank, ShardedTensor)
 
 
 def leaf_types(value: Any, inside: bool = False) -> Iterator[type]:
@@ -434,7 +434,7 @@ def leaf_types(value: Any, inside: bool = False) -> Iterator[type]:
     while stack:
         item = stack.pop()
         below: Collection[Any]
-        if isinstance(item, dict):
+        if isinstance(item, Mapping) and (type(item) is dict or not is_stateful(item)):
             below = item.values()
         elif isinstance(item, list | tuple | deque):
             below = item

@@ -32,7 +32,7 @@ class ShardedTensor:
 
     Args:
         shards: (array, offsets) pairs; an array may be empty. Arrays are numpy arrays or tensors of
-            the platform; offsets count elements of the global tensor.
+            the platform; offsets count elements of the global tensor, in whatever integers.
         global_shape: shape of the whole tensor.
     """
 

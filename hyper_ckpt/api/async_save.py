@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hyper_ckpt.api.collector import paused_collector
@@ -22,7 +22,7 @@ from hyper_ckpt.options import DEFAULT_TIMEOUT, SaveOptions
 
 
 def async_save(
-    state_dict: dict[Any, Any],
+    state_dict: Mapping[Any, Any],
     checkpoint_id: CheckpointId | None = None,
     *,
     storage_writer: StorageWriter | None = None,

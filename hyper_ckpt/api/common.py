@@ -7,6 +7,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 import numpy as np
@@ -44,7 +45,7 @@ MAX_TIMEOUT = 10 * 365 * 86400.0
 """Seconds that every clock and every framework can count; what is longer means "for ever"."""
 
 
-def resolve_id(checkpoint_id: CheckpointId | None, own: str | None, what: str) -> str:
+def resolve_id(checkpoint_id: CheckpointId | None, own: CheckpointId | None, what: str) -> str:
     """The path or URL that a call speaks of.
 
     Raises:
@@ -54,10 +55,10 @@ def resolve_id(checkpoint_id: CheckpointId | None, own: str | None, what: str) -
         raise TypeError(
             f"checkpoint_id must be a path or URL, not a {type(checkpoint_id).__name__}; the state comes first"
         )
-    chosen = own if checkpoint_id is None else os.fspath(checkpoint_id)
+    chosen = own if checkpoint_id is None else checkpoint_id
     if chosen is None:
         raise ValueError(f"give checkpoint_id=, or a {what} that has a path")
-    return chosen
+    return os.fspath(chosen)
 
 
 def resolve_platform(platform: Platform | str | None, state: Any, no_dist: bool) -> Platform:
@@ -85,22 +86,25 @@ def check_type(name: str, value: object, *kinds: type) -> None:
         raise TypeError(f"{name} must be {wanted}, not {type(value).__name__}")
 
 
-def check_number(name: str, value: object, least: int) -> None:
-    """Raises for what is neither None nor an integer from `least` on."""
+def check_number(name: str, value: object, least: int) -> int | None:
+    """An integer from `least` on as a plain int, numpy's too, or None; raises for anything else."""
     if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer or None, not {type(value).__name__}")
-    if value < least:
+    number = int(value)
+    if number < least:
         raise ValueError(f"{name} must be at least {least}, not {value}")
+    return number
 
 
-def check_timeout(timeout: object) -> None:
-    """Raises for what is no positive number of seconds."""
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+def check_timeout(timeout: object) -> float:
+    """A positive number of seconds; raises for anything else."""
+    if isinstance(timeout, bool) or not isinstance(timeout, Real):
         raise TypeError(f"timeout must be a number of seconds, not {type(timeout).__name__}")
-    if not timeout > 0:
+    if not float(timeout) > 0:
         raise ValueError(f"timeout must be above 0 seconds, not {timeout}")
+    return float(timeout)
 
 
 def in_flight(platform: Platform) -> InFlight:
@@ -179,6 +183,9 @@ class RememberedTensors(Tensors):
             self._plain[id(value)] = self._inner.plain(value)
             self._kept.append(value)
         return self._plain[id(value)]
+
+    def cast(self, values: Carrier, dtype: str, to: str) -> Carrier:
+        return self._inner.cast(values, dtype, to)
 
     def before_writes(self, values: Sequence[Any]) -> None:
         self._inner.before_writes(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hyper_ckpt.agreement import Operation
@@ -34,7 +35,7 @@ __all__ = ["LoadReport", "load"]
 
 
 def load(
-    state_dict: dict[Any, Any],
+    state_dict: Mapping[Any, Any],
     checkpoint_id: CheckpointId | None = None,
     *,
     storage_reader: StorageReader | None = None,
@@ -87,14 +88,12 @@ def load(
     """
     chosen = resolve_platform(platform, state_dict, no_dist)
 
-    check_timeout(timeout)
+    timeout = check_timeout(timeout)
 
     def resolve() -> LoadCall:
         check_type("options", options, LoadOptions, type(None))
         check_type("storage_reader", storage_reader, StorageReader, type(None))
         check_type("planner", planner, LoadPlanner, str, type(None))
-        check_number("threads", threads, 1)
-        check_number("max_host_bytes", max_host_bytes, 0)
         where = resolve_id(checkpoint_id, storage_reader.checkpoint_id if storage_reader else None, "storage_reader")
         _check_choices(strict, verify, share_reads)
         return LoadCall(
@@ -106,8 +105,8 @@ def load(
             strict,
             verify,
             share_reads if use_collectives and chosen.ranks.world_size > 1 else False,
-            threads or default_threads(),
-            max_host_bytes,
+            check_number("threads", threads, 1) or default_threads(),
+            check_number("max_host_bytes", max_host_bytes, 0),
         )
 
     if use_collectives:

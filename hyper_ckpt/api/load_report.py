@@ -11,9 +11,12 @@ class LoadReport:
 
     Args:
         loaded: names of the tensors that were filled.
-        unfilled: names of those that the planner left as they were, all or a part of each.
+        unfilled: names of those that were left as they were, all or a part of each: by the planner, or since parts of
+            the checkpoint are missing (`LoadOptions(partial=True)`).
         missing: names that the target wants and the checkpoint does not have; left as they were.
         unexpected: names that the checkpoint has and the target does not want.
+        forgotten: top-level keys of the checkpoint of which no rank's target has anything, without those that
+            `LoadOptions(ignore=)` names.
         mismatched: what was left as it was because kind, shape or dtype differ, each with the reason.
         kept: `PerRank` names that kept the target's value, because no such rank saved one.
         bytes_read: bytes of tensors that this rank read from the store.
@@ -25,12 +28,14 @@ class LoadReport:
             messages, and how many of them travelled together with others.
         changed: tensors of which an object's load_state_dict made another dtype, each with both.
         mapped: names of the target that `map_keys` found, with the saved names.
+        cast: names of tensors whose values were converted, with the saved dtype and the target's.
     """
 
     loaded: tuple[str, ...]
     unfilled: tuple[str, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    forgotten: tuple[str, ...]
     mismatched: tuple[str, ...]
     kept: tuple[str, ...]
     bytes_read: int
@@ -38,6 +43,7 @@ class LoadReport:
     peak_host_bytes: int
     seconds: dict[str, float]
     mapped: dict[str, str]
+    cast: dict[str, tuple[str, str]]
     shared_reads: bool
     shared_boxes: int
     broadcasts: int

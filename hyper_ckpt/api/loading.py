@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,21 +18,25 @@ from hyper_ckpt import errors
 from hyper_ckpt.agreement import Operation, StoppedError, broadcast_bytes
 from hyper_ckpt.api.common import RememberedTensors, all_tensors, attempt, few, form_of, tensor_test
 from hyper_ckpt.api.load_report import LoadReport
+from hyper_ckpt.api.load_warnings import tell
 from hyper_ckpt.api.matching import Match, Matcher, count_votes, refuse_unexpected
 from hyper_ckpt.api.objects import changed_dtypes, with_floats
 from hyper_ckpt.api.reporting import Reporter
+from hyper_ckpt.api.saved_boxes import SavedBoxes
 from hyper_ckpt.api.sharing import choose_sharing, pass_on_blobs
 from hyper_ckpt.columns import Columns, Located
 from hyper_ckpt.contracts.placement import StorageReader
 from hyper_ckpt.contracts.planner import LoadPlanner, PlanContext
-from hyper_ckpt.contracts.platform import Platform
+from hyper_ckpt.contracts.platform import Platform, Tensors
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.description import Description, without
 from hyper_ckpt.dtypes import dtype_of
+from hyper_ckpt.engine.cast import CastStager, CastTensors, host_memory, staging_bytes, uncast
 from hyper_ckpt.engine.load import Loader, LoadJob
+from hyper_ckpt.engine.overlaps import check_shared_memory
 from hyper_ckpt.engine.stage import from_host
 from hyper_ckpt.engine.stored import Stored
-from hyper_ckpt.engine.targets import Target, refuse_shared_memory
+from hyper_ckpt.engine.targets import Target
 from hyper_ckpt.errors import MissingFileError, UnsupportedStateError
 from hyper_ckpt.manifest import MANIFEST_NAME, VERSION, Manifest
 from hyper_ckpt.options import DEFAULT_MAX_HOST_BYTES, LoadOptions, ShareReads, Strict, Verify
@@ -41,6 +45,8 @@ from hyper_ckpt.registry import registry
 from hyper_ckpt.state import BlobNode, FlatState, Restore, flatten, prepare_restore, skeleton
 from hyper_ckpt.state.tree import has_blobs
 
+MAX_BOX_BYTES = 1 << 60
+"""More than any box has."""
 MAX_ATTEMPTS = 100
 """How often a load begins again because the checkpoint was replaced under it: each time, a save was completed."""
 
@@ -59,6 +65,10 @@ class LoadCall:
     share_reads: ShareReads
     threads: int
     max_host_bytes: int | None
+
+    def load_metadata(self) -> Manifest:
+        """What the checkpoint holds."""
+        return (self.reader.load_partial if self.options.partial else self.reader.load_metadata)(self.store)
 
     def agreed_options(self) -> dict[str, str]:
         """What must be equal on all ranks."""
@@ -80,12 +90,16 @@ class Loading:
     def __init__(self, call: LoadCall, operation: Operation, reporter: Reporter) -> None:
         self._call, self._operation, self._reporter = call, operation, reporter
         self._ranks = call.platform.ranks
-        self._tensors = RememberedTensors(all_tensors(call.platform))
+        self._tensors: Tensors = RememberedTensors(all_tensors(call.platform))
+        self._stager = call.platform.stager
+        if call.options.cast_keys:
+            self._tensors = CastTensors(self._tensors)
+            self._stager = CastStager(self._stager, self._tensors)
         self._context = PlanContext(self._tensors, self._ranks.rank, self._ranks.world_size)
         self._seconds: dict[str, float] = {}
         self._kept: list[str] = []
 
-    def run(self, state: dict[Any, Any]) -> LoadReport:
+    def run(self, state: Mapping[Any, Any]) -> LoadReport:
         """The story; begun again if the checkpoint is replaced while it is read."""
         with self._phase("prepare"):
             flat, error = attempt(lambda: self._flatten(state))
@@ -100,7 +114,7 @@ class Loading:
                     raise
         raise AssertionError("unreachable")
 
-    def _flatten(self, state: dict[Any, Any]) -> FlatState:
+    def _flatten(self, state: Mapping[Any, Any]) -> FlatState:
         return flatten(
             state,
             is_tensor=tensor_test(self._tensors),
@@ -114,7 +128,7 @@ class Loading:
         found: list[Manifest] = []
 
         def read(_: list[bytes]) -> bytes:
-            found.append(self._call.reader.load_metadata(self._call.store))
+            found.append(self._call.load_metadata())
             return b""
 
         with self._phase("metadata"):
@@ -132,7 +146,7 @@ class Loading:
 
     def _was_replaced(self, manifest: Manifest) -> bool:
         def look(_: list[bytes]) -> bytes:
-            now = self._call.reader.load_metadata(self._call.store)
+            now = self._call.load_metadata()
             return b"1" if now.save_id != manifest.save_id else b""
 
         return bool(self._operation.agree("looking for a newer manifest", decide=look))
@@ -166,38 +180,48 @@ class Loading:
                 self._operation.agree("setting plain values", error=error, last=True)
         unfilled = self._unfilled(loader, match)
         self._reporter.finished("loaded", sum(f.size for f in manifest.files) if self._ranks.rank == 0 else 0)
-        self._warn(match, changed or [])
+        # Ranks that do not talk cannot tell what nobody wants: other ranks have other stages of a pipeline.
+        knows = self._ranks.rank == 0 and self._operation.ranks.world_size == self._ranks.world_size
+        tell(match, self._kept, changed or [], self._call.strict, self._ranks.rank, knows=knows)
+        return self._report(match, loader, unfilled, changed or [])
+
+    def _report(self, match: Match, loader: Loader, unfilled: set[str], changed: Sequence[str]) -> LoadReport:
+        counts = loader.counts
         return LoadReport(
-            tuple(sorted(match.wanted.keys() - unfilled)),
-            tuple(sorted(unfilled)),
-            tuple(match.missing),
-            tuple(match.unexpected),
-            tuple(match.mismatched),
-            tuple(self._kept),
-            loader.counts.read,
-            loader.counts.received,
-            loader.counts.peak_host_bytes,
-            self._seconds,
-            dict(match.mapped),
-            loader.shares,
-            loader.counts.shared_boxes,
-            loader.counts.broadcasts,
-            loader.counts.packed_boxes,
-            tuple(changed or ()),
+            loaded=tuple(sorted(match.wanted.keys() - unfilled)),
+            unfilled=tuple(sorted(unfilled)),
+            missing=tuple(match.missing),
+            unexpected=tuple(match.unexpected),
+            forgotten=tuple(match.forgotten),
+            mismatched=tuple(match.mismatched),
+            kept=tuple(self._kept),
+            bytes_read=counts.read,
+            bytes_received=counts.received,
+            peak_host_bytes=counts.peak_host_bytes,
+            seconds=self._seconds,
+            mapped=dict(match.mapped),
+            cast=dict(match.cast),
+            shared_reads=loader.shares,
+            shared_boxes=counts.shared_boxes,
+            broadcasts=counts.broadcasts,
+            packed_boxes=counts.packed_boxes,
+            changed=tuple(changed),
         )
 
     def _match(self, flat: FlatState, manifest: Manifest, stored: Stored) -> Match:
         """Compares the target with the checkpoint, on all ranks."""
         call = self._call
-        objects, map_keys = call.platform.objects, call.options.map_keys
-        matcher = Matcher(flat, manifest, self._context, call.strict, map_keys, objects, stored.check_files)
-        match, error = attempt(lambda: matcher.run(call.planner))
+        objects = call.platform.objects
+        matcher = Matcher(flat, manifest, self._context, call.strict, call.options, objects, stored.check_files)
+        find = functools.partial(call.reader.locate, rank=self._ranks.rank)
+        match, error = attempt(lambda: matcher.run(call.planner, find))
         own = match.vote() if match else b""
         verdict = self._operation.agree("comparing the state with the checkpoint", own, error, count_votes)
         assert match is not None
         match.hear(verdict)
+        match.ignore(call.options.ignore)
         if call.strict == "exact":
-            refuse_unexpected(match.unexpected, manifest.checkpoint)
+            refuse_unexpected([name for name in match.unexpected if not match.is_ignored(name)], manifest.checkpoint)
         return match
 
     def plan(
@@ -220,7 +244,8 @@ class Loading:
         self._operation.agree("describing the target", error=error)
         assert description is not None
         # Ranks that mapped names differently may mean different tensors by one name: then each reads for itself.
-        shares = match.alike and self._shares(description, match, manifest)
+        # Where parts are missing, each finds out for itself what it can have.
+        shares = match.alike and not manifest.absent and self._shares(description, match, manifest)
         if shares and has_blobs(manifest.state):  # the same on all ranks
             pass_on_blobs(self._operation, self._ranks, stored, match)
         loader, error = attempt(lambda: self._loader(description, manifest, match, stored, shares, read_values))
@@ -259,7 +284,8 @@ class Loading:
         wanted = {name: value for name, value in match.wanted.items() if name not in ties}
         boxes = own_boxes(wanted, self._context)
         if world is not None:
-            columns = planner.build_global_plan(without(world, ties), rank, boxes, call.options.broadcast_batch_bytes)
+            most = call.options.broadcast_batch_bytes or MAX_BOX_BYTES
+            columns = planner.build_global_plan(without(world, ties), rank, boxes, most)
         else:
             columns = planner.finalize_plan(description, rank, boxes)
         located = self._locate(manifest, columns)
@@ -267,10 +293,11 @@ class Loading:
         if read_values is not None:
             read_values()
         targets = self._targets(wanted)
-        refuse_shared_memory(targets, match.ties)
+        self._check_shared_memory(match, targets, manifest, stored)
+        self._tensors.before_writes([*wanted.values()])
         job = LoadJob(
             self._ranks,
-            call.platform.stager,
+            self._stager,
             stored,
             call.store,
             columns,
@@ -291,6 +318,15 @@ class Loading:
             loader.verify_first()
         return loader
 
+    def _check_shared_memory(
+        self, match: Match, targets: dict[str, list[Target]], manifest: Manifest, stored: Stored
+    ) -> None:
+        """Refuses targets that share memory for which different bytes were saved."""
+        others = {n: match.wanted[n] for n in match.ties if n not in match.alike_ties and n not in targets}
+        limit = DEFAULT_MAX_HOST_BYTES if self._call.max_host_bytes is None else self._call.max_host_bytes
+        saved = SavedBoxes(self._call, self._ranks, manifest, stored)
+        check_shared_memory({**targets, **self._targets(others)}, match.ties, match.alike_ties, saved.read, limit)
+
     def _locate(self, manifest: Manifest, columns: Columns) -> Located:
         own = np.flatnonzero(columns.rank == self._ranks.rank)
         located = self._call.reader.locate(manifest, columns.take(own), self._ranks.rank)
@@ -305,17 +341,19 @@ class Loading:
                 targets[name] = [Target(name, (0,) * len(shape), shape, dtype, plain.nbytes, plain.address)]
             else:
                 targets[name] = self._shards_of(name, value)
-        self._tensors.before_writes([*wanted.values()])
         return targets
 
     def _shards_of(self, name: str, value: Any) -> list[Target]:
         dtype = describe_tensor(name, value, self._context).dtype
         itemsize = dtype_of(dtype).itemsize
         try:
-            return [
-                Target(name, s.offsets, s.sizes, dtype, math.prod(s.sizes) * itemsize, self._tensors.writable(s), s)
-                for s in local_shards(name, value, self._context)
-            ]
+            targets = []
+            for s in local_shards(name, value, self._context):
+                nbytes, memory = math.prod(s.sizes) * itemsize, self._tensors.writable(s)
+                converts = host_memory(self._tensors, s)
+                room = staging_bytes(s, nbytes, converts)
+                targets.append(Target(name, s.offsets, s.sizes, dtype, nbytes, memory, s, room, converts))
+            return targets
         except UnsupportedStateError as error:
             raise type(error)(f"{name!r}: {error}") from error
 
@@ -324,7 +362,7 @@ class Loading:
         loader.run()
         others = {}
         for name, tensor in match.wanted.items():
-            applied = self._call.planner.apply_tensor(name, tensor)
+            applied = self._call.planner.apply_tensor(name, uncast(tensor))
             if applied is not match.replaced.get(name, flat.tensors[name]):
                 others[name] = applied
         if others:  # rare: a planner that makes tensors of its own
@@ -379,7 +417,7 @@ class Loading:
             return bool(filled.get(name, 0) >= sum([t.nbytes for t in own]))
 
         unfilled = {name for name, own in loader.job.targets.items() if not is_filled(name, own)}
-        return unfilled | {name for name, first in match.ties.items() if first in unfilled}
+        return unfilled | {*match.uncovered} | {name for name, first in match.ties.items() if first in unfilled}
 
     def _refuse_unfilled(self, loader: Loader, match: Match) -> None:
         """A tensor that was made for an object has no content that could stay."""
@@ -388,37 +426,6 @@ class Loading:
             raise errors.PlanError(
                 f"{few([*map(repr, left)])}: the plan fills only a part of what an object in the target does not have "
                 "yet: let the object make it, with initial values, before the load, or list its whole shards"
-            )
-
-    def _warn(self, match: Match, changed: Sequence[str]) -> None:
-        left_out = match.left_out()
-        # Ranks that do not talk cannot tell what nobody wants: other ranks have other stages of a pipeline.
-        knows = self._ranks.rank == 0 and self._operation.ranks.world_size == self._ranks.world_size
-        if left_out and self._call.strict is True and knows:
-            warnings.warn(
-                f"{len(left_out)} saved values were not loaded, since the target has no place for them: "
-                f"{few([*map(repr, left_out)])}. Create them first, put the object itself into the state (an optimizer "
-                "takes its moments, but its state_dict() has none before its first step), or pass strict=False if this "
-                "is meant",
-                stacklevel=6,
-            )
-        if changed:
-            warnings.warn(
-                f"load_state_dict changed dtypes: {few(changed)}. Values may have lost bits: make the object hold what "
-                "was saved, or let its load_state_dict keep dtypes",
-                stacklevel=6,
-            )
-        if self._kept:
-            warnings.warn(
-                f"{few([*map(repr, self._kept)])} belong to ranks, and no rank {self._ranks.rank} saved any: "
-                "the target's own values were kept",
-                stacklevel=6,
-            )
-        if match.borrowed:
-            warnings.warn(
-                f"{few([*map(repr, match.borrowed)])} differed between ranks: rank {self._ranks.rank} got the "
-                "lowest rank's",
-                stacklevel=6,
             )
 
     @contextmanager

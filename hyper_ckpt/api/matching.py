@@ -14,14 +14,19 @@ import xxhash
 from hyper_ckpt import errors
 from hyper_ckpt.api.common import state_of
 from hyper_ckpt.api.objects import Completer
+from hyper_ckpt.casts import may_cast
+from hyper_ckpt.columns import Columns, TensorTable
 from hyper_ckpt.contracts.objects import Objects
 from hyper_ckpt.contracts.planner import LoadPlanner, PlanContext
 from hyper_ckpt.contracts.platform import TensorDescription
-from hyper_ckpt.errors import StateMismatchError, TargetError
+from hyper_ckpt.engine.cast import Cast
+from hyper_ckpt.errors import CoverageError, StateMismatchError, TargetError
 from hyper_ckpt.manifest import Manifest, TensorRow
-from hyper_ckpt.options import KeyMap, Strict
-from hyper_ckpt.planning.describe import describe_all, find_ties
+from hyper_ckpt.options import KeyMap, LoadOptions, Strict
+from hyper_ckpt.planning.describe import describe_all, find_ties, own_boxes
+from hyper_ckpt.planning.load import plan_alone
 from hyper_ckpt.state import FlatState, Node, compare, select
+from hyper_ckpt.state.names import expand, is_below
 from hyper_ckpt.state.rename import Renamed, rename
 from hyper_ckpt.state.tree import KeyedNode
 from hyper_ckpt.state.walk import all_names
@@ -36,16 +41,19 @@ class Match:
         flat: the target; its objects hold what was saved, where they take that as it was saved.
         made: names of the tensors in it that were made for them.
         borrowed: names of values that this rank did not save and gets from the lowest rank that did.
-        missing, mismatched: of this rank's target. `unexpected`: saved names that this rank does not want, until
-            `keep_unwanted` leaves those that no rank wants.
-        wanted: the targets to fill by name, sorted, new ones where they had no memory.
+        missing, mismatched: of this rank's target. `unexpected`: saved names that this rank does not want, and
+            `forgotten`: top-level keys of which its target has nothing, until `hear` leaves those of all ranks.
+        uncovered: names of which parts are missing in the checkpoint that this rank wants.
+        wanted: the targets to fill by name, sorted, new ones where they had no memory; a `Cast` each of `cast`.
+        cast: the saved dtype and the target's of those.
         replaced: those of them that are not the tensors that stand in the target.
-        ties: names that are the memory of another name.
+        ties: names that are the memory of another name; `alike_ties` those of them that are stored as its bytes, too.
         own: every name in the target, of leaves and containers.
         names: every saved name, the same on all ranks.
         manifest: the checkpoint's, under the target's names.
         mapped: the saved names of those of the target's that `map_keys` found under another one.
         alike: whether all ranks mapped alike, so that a name means the same on each.
+        ignored: saved names that are meant to be left out, with what is below them.
     """
 
     saved: Node
@@ -53,29 +61,41 @@ class Match:
     borrowed: tuple[str, ...] = ()
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
+    uncovered: list[str] = field(default_factory=list)
     wanted: dict[str, Any] = field(default_factory=dict)
+    cast: dict[str, tuple[str, str]] = field(default_factory=dict)
     replaced: dict[str, Any] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
+    alike_ties: dict[str, str] = field(default_factory=dict)
     own: frozenset[str] = frozenset()
     names: tuple[str, ...] = ()
     manifest: Manifest | None = None
     mapped: Mapping[str, str] = field(default_factory=dict)
     alike: bool = True
     made: frozenset[str] = frozenset()
+    ignored: frozenset[str] = frozenset()
+
+    @property
+    def checkpoint(self) -> str:
+        """How messages call the checkpoint."""
+        assert self.manifest is not None
+        return self.manifest.checkpoint
 
     def left_out(self) -> list[str]:
         """Unexpected names inside something that the target has: it wants that, but not all of it."""
         assert self.flat is not None
         assert isinstance(self.flat.tree, KeyedNode)
         roots = set(self.flat.tree.k)
-        return [name for name in self.unexpected if "/" in name and name.partition("/")[0] in roots]
+        inside = [name for name in self.unexpected if "/" in name and name.partition("/")[0] in roots]
+        return [name for name in inside if not self.is_ignored(name)]
 
     def vote(self) -> bytes:
         """A digest of how names were mapped, and one bit for every saved name: whether this rank does not want it."""
-        unexpected = set(self.unexpected)
+        unwanted = {*self.unexpected, *self.forgotten}
         digest = xxhash.xxh3_64_digest(msgspec.msgpack.encode(sorted(self.mapped.items())))
-        return digest + bytes(np.packbits(np.array([name in unexpected for name in self.names], bool)))
+        return digest + bytes(np.packbits(np.array([name in unwanted for name in self.names], bool)))
 
     def hear(self, verdict: bytes) -> None:
         """Takes what came of all votes."""
@@ -85,7 +105,19 @@ class Match:
     def _keep_unwanted(self, unwanted: bytes) -> None:
         """Of the unexpected names, keeps those that no rank wants: other ranks want other stages of a pipeline."""
         bits = np.unpackbits(np.frombuffer(unwanted, np.uint8), count=len(self.names))
-        self.unexpected = [name for name, bit in zip(self.names, bits, strict=True) if bit]
+        found = {name: None for name, bit in zip(self.names, bits, strict=True) if bit}
+        own = set(self.unexpected)
+        self.unexpected = [name for name in found if name in own]
+        self.forgotten = [name for name in self.forgotten if name in found]
+
+    def ignore(self, keys: Sequence[str]) -> None:
+        """Notes what is meant to be left out: the names that `keys` stand for, and what is below them."""
+        self.ignored = frozenset(expand(keys, self.names))
+        self.forgotten = [name for name in self.forgotten if not self.is_ignored(name)]
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether an unexpected name is meant to be left out."""
+        return is_below(name, self.ignored)
 
 
 def count_votes(votes: list[bytes]) -> bytes:
@@ -99,7 +131,7 @@ class Matcher:
     """Compares one rank's target with a checkpoint.
 
     Args:
-        strict, map_keys: see `load`.
+        strict, options: see `load`.
         objects: what the platform knows of objects.
         check_files: checks files by number, before memory is taken for what they hold.
     """
@@ -110,17 +142,21 @@ class Matcher:
         manifest: Manifest,
         context: PlanContext,
         strict: Strict,
-        map_keys: KeyMap | None,
+        options: LoadOptions,
         objects: Objects,
         check_files: Callable[[Sequence[int]], None],
     ) -> None:
         self._flat, self._manifest, self._context = flat, manifest, context
-        self._strict, self._map_keys = strict, map_keys
+        self._strict, self._options = strict, options
         self._objects, self._check_files = objects, check_files
         self._problems: dict[str, list[str]] = {}
+        self._casts: frozenset[str] | None = None  # names in the target, as far as they were asked for
 
-    def run(self, planner: LoadPlanner) -> Match:
+    def run(self, planner: LoadPlanner, locate: Callable[[Manifest, Columns], object]) -> Match:
         """The match.
+
+        Args:
+            locate: finds what is stored of wanted boxes; raises CoverageError where it is not.
 
         Raises:
             StateMismatchError: what `strict` refuses, all in one; but for unexpected names, see `refuse_unexpected`.
@@ -137,6 +173,7 @@ class Matcher:
             self._flat,
             chosen.borrowed,
             unexpected=list(renamed.hidden),
+            forgotten=self._forgotten(tree, renamed),
             own=frozenset(all_names(self._flat.tree)),
             names=tuple(all_names(tree)),
             manifest=self._manifest,
@@ -145,13 +182,41 @@ class Matcher:
         )
         misfits = self._compare_trees(match, renamed)
         self._compare_tensors(match, misfits)
+        if self._manifest.absent:  # expected, and told
+            self._problems.pop("missing", None)
         if self._strict:
             raise_problems(self._problems, self._manifest.checkpoint)
+        self._leave_uncovered(match, locate)
         self._acquire(match, planner)
         return match
 
+    def _leave_uncovered(self, match: Match, locate: Callable[[Manifest, Columns], object]) -> None:
+        """Wants nothing of which a part is missing here."""
+        for name, value in [*match.wanted.items()] if self._manifest.absent else ():
+            (row,) = self._manifest.rows([name])
+            table = TensorTable.of([(name, row.dtype, row.shape)])
+            boxes = own_boxes({name: value}, self._context)
+            try:
+                locate(self._manifest, plan_alone(table, self._context.rank, boxes))
+            except CoverageError:
+                if is_below(name, self._flat.whole):
+                    raise TargetError(
+                        f"a part of {name!r} is missing in {self._manifest.checkpoint}, and an object takes its state "
+                        "whole: load what is there into a dict, or leave the object out"
+                    ) from None
+                match.uncovered.append(name)
+                del match.wanted[name]
+                match.cast.pop(name, None)
+
+    def _forgotten(self, saved: Node, renamed: Renamed) -> list[str]:
+        """Top-level keys of which the target wants nothing, under whatever name."""
+        assert isinstance(saved, KeyedNode)
+        assert isinstance(self._flat.tree, KeyedNode)
+        wanted = {*self._flat.tree.k, *(source.partition("/")[0] for source in renamed.moved.values())}
+        return [key for key in saved.k if key not in wanted]
+
     def _rename(self, saved: Node) -> Renamed:
-        map_keys = self._map_keys
+        map_keys = self._options.map_keys
         if map_keys is None:
             return Renamed(saved, {})
         known = set(all_names(saved))
@@ -187,17 +252,24 @@ class Matcher:
         return misfits
 
     def _compare_tensors(self, match: Match, misfits: set[str]) -> None:
-        """Wants those of equal dtype and shape, and notes the others."""
+        """Wants those of equal shape and of equal dtype, or one to be cast, and notes the others."""
         tensors, saved = self._flat.tensors, self._manifest.tensors
         both = {name: tensors[name] for name in sorted(tensors) if name in saved and name not in misfits}
         rows, described = self._manifest.rows([*both]), describe_all(both, self._context)
         for (name, value), row, description in zip(both.items(), rows, described, strict=True):
             if description.shape == row.shape and description.dtype == row.dtype:
                 match.wanted[name] = value
+            elif description.shape == row.shape and self._may_cast(name, row.dtype, description.dtype, match):
+                match.wanted[name], match.cast[name] = value, (row.dtype, description.dtype)
         if len(match.wanted) < len(both):
             pairs = dict(zip(both, zip(described, rows, strict=True), strict=True))
             unlike = [name for name in tensors if name in both and name not in match.wanted]
             match.mismatched += [self._tensor_problem(name, *pairs[name]) for name in unlike]
+
+    def _may_cast(self, name: str, dtype: str, to: str, match: Match) -> bool:
+        if self._casts is None:
+            self._casts = frozenset(expand(self._options.cast_keys, sorted(match.own)))
+        return is_below(name, self._casts) and may_cast(dtype, to)
 
     def _guess(self, name: str, match: Match) -> str:
         """The saved name that was probably meant, for the first few that are missing."""
@@ -221,18 +293,16 @@ class Matcher:
     def _acquire(self, match: Match, planner: LoadPlanner) -> None:
         """Which names are one memory, and new tensors for targets without memory: one for all names of it."""
         match.ties = find_ties(match.wanted, self._context)
-        for name, first in match.ties.items():
-            if not self._manifest.same_bytes(name, first):
-                raise TargetError(
-                    f"{name!r} and {first!r} are one tensor in the target, but two values were saved for them: "
-                    "untie them, or load only one of them"
-                )
+        same_bytes = self._manifest.same_bytes
+        match.alike_ties = {name: first for name, first in match.ties.items() if same_bytes(name, first)}
         for name, value in [*match.wanted.items()]:  # the first of tied names comes first
             known = match.replaced.get(match.ties[name]) if name in match.ties else None
             acquired = known if known is not None else planner.acquire_tensor(match.wanted, name, self._context)
             if acquired is not value:
                 self._refuse_inside_object(name)
                 match.wanted[name] = match.replaced[name] = acquired
+        for name, (dtype, to) in match.cast.items():
+            match.wanted[name] = Cast(match.wanted[name], dtype, to)
 
     def _refuse_inside_object(self, name: str) -> None:
         """What stands in an object's state_dict() would be replaced there, and not in the object."""
@@ -279,6 +349,11 @@ def raise_problems(problems: dict[str, list[str]], what: str) -> None:
 def _remedy(problems: Mapping[str, list[str]], what: str) -> str:
     if problems.keys() == {"unexpected"}:
         return "Give the target a place for it, or load with strict=True"
+    if problems.keys() == {"dtype"}:
+        return (
+            "Make the target as it was saved, or convert what is loaded: LoadOptions(cast=True) does, between floats "
+            "and to wider integers; strict=False would leave the target as it is"
+        )
     if problems.keys() <= {"dtype", "shape"}:
         return "Make the target as it was saved, or read() it and convert; strict=False would leave it as it is"
     return f"See `hyper-ckpt show {what}`; strict=False loads what matches and leaves the rest as it is"

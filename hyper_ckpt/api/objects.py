@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -159,7 +159,7 @@ def _is_floating(description: TensorDescription) -> bool:
 
 def _tensors(value: Any, name: str | None, context: PlanContext) -> Iterator[tuple[str, tuple[Any, TensorDescription]]]:
     """The tensors of an object's state, by name."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _tensors(item, join(name, escape_key(key)), context)
     elif isinstance(value, list | tuple):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import fnmatch
+import dataclasses
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from hyper_ckpt.api.collector import paused_collector
-from hyper_ckpt.api.common import CheckpointId, all_tensors, operation, resolve_id, resolve_platform, state_of
+from hyper_ckpt.api.common import CheckpointId, all_tensors, few, operation, resolve_id, resolve_platform, state_of
+from hyper_ckpt.api.load_warnings import ranks_text
 from hyper_ckpt.api.loading import MAX_ATTEMPTS, LoadCall, Loading
 from hyper_ckpt.api.matching import Match
 from hyper_ckpt.api.reporting import Reporter
@@ -26,8 +28,9 @@ from hyper_ckpt.metadata import Metadata
 from hyper_ckpt.options import DEFAULT_TIMEOUT, LoadOptions, Verify
 from hyper_ckpt.planning.standard import StandardLoadPlanner
 from hyper_ckpt.registry import registry
-from hyper_ckpt.state import rebuild, select, skeleton
-from hyper_ckpt.state.walk import all_names, prune, tensor_names
+from hyper_ckpt.state import Node, rebuild, select, skeleton
+from hyper_ckpt.state.names import expand
+from hyper_ckpt.state.walk import all_names, drop, prune, tensor_names
 from hyper_ckpt.storage.filesystem import FileSystemReader, is_whole, not_whole
 
 
@@ -51,6 +54,7 @@ def read(
     keys: Sequence[str] | None = None,
     platform: Platform | str | None = None,
     verify: Verify = "during",
+    partial: bool = False,
     options: LoadOptions | None = None,
 ) -> dict[Any, Any]:
     """Builds the saved state anew, in this process alone. Tensors come whole.
@@ -64,7 +68,9 @@ def read(
             "model/layers.0.*".
         platform: whose tensors to make; None makes numpy arrays (ml_dtypes where numpy has no such dtype).
         verify: as for `load`.
-        options: as for `load`.
+        partial: of a save with `use_collectives=False` of which ranks' parts are missing, read what the others' cover;
+            tensors of which a part is missing are left out, with a warning (None stands for them in lists and tuples).
+        options: as for `load`; those that speak of a target mean nothing here.
 
     Raises:
         MissingKeyError: a name in `keys` was not saved.
@@ -78,7 +84,7 @@ def read(
         store,
         reader,
         StandardLoadPlanner(),
-        options or LoadOptions(),
+        dataclasses.replace(options or LoadOptions(), partial=partial or (options is not None and options.partial)),
         False,
         verify,
         False,
@@ -89,12 +95,12 @@ def read(
     reporter = Reporter("load", store.url, chosen, not call.options.progress, registry().observers()).start()
     with reporter.failing(), paused_collector():
         for attempts_left in reversed(range(MAX_ATTEMPTS)):
-            manifest = reader.load_metadata(store)
+            manifest = call.load_metadata()
             try:
                 return _build(call, manifest, wanted, reporter)
             except MissingFileError:
                 # As for a load: it may have been replaced meanwhile.
-                if not attempts_left or reader.load_metadata(store).save_id == manifest.save_id:
+                if not attempts_left or call.load_metadata().save_id == manifest.save_id:
                     raise
     raise AssertionError("unreachable")
 
@@ -103,11 +109,13 @@ def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None, repor
     chosen, tensors = call.platform, all_tensors(call.platform)
     tree = select(state_of(manifest), 0).tree
     if keys is not None:
-        tree, absent = prune(tree, _expand(keys, all_names(tree)))
+        tree, absent = prune(tree, expand(keys, all_names(tree)))
         if absent:
             where = manifest.checkpoint
             names = ", ".join(map(repr, absent))
             raise MissingKeyError(f"{where} has no {names}: see `hyper-ckpt show {where}`", absent)
+    if manifest.absent:
+        tree = _without_holes(tree, manifest)
     saved = tensor_names(tree)
     rows, (file, _) = manifest.rows(saved), manifest.pieces(saved)
     others = [manifest.tensor(saved[i]) for i in np.flatnonzero(file < 0).tolist()]
@@ -139,10 +147,12 @@ def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None, repor
     return state
 
 
-def _expand(keys: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The names that each key stands for; one that stands for none is kept, to be reported."""
-    known, out = set(names), list[str]()
-    for key in keys:
-        found = [] if key in known else fnmatch.filter(names, key)
-        out += found or [key]
-    return out
+def _without_holes(tree: Node, manifest: Manifest) -> Node:
+    """The state without the tensors of which parts are missing."""
+    holes = [name for name in tensor_names(tree) if not is_whole(manifest.tensor(name))]
+    warnings.warn(
+        f"{manifest.checkpoint} lacks the parts of {ranks_text(manifest)}: left out are "
+        f"{few([*map(repr, holes)]) or 'none of the tensors that are known'}",
+        stacklevel=4,
+    )
+    return drop(tree, set(holes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,7 @@ from hyper_ckpt.storage.filesystem import FileSystemWriter
 
 
 def save(
-    state_dict: dict[Any, Any],
+    state_dict: Mapping[Any, Any],
     checkpoint_id: CheckpointId | None = None,
     *,
     storage_writer: StorageWriter | None = None,
@@ -100,7 +101,7 @@ def save(
         return _save(arguments, chosen, timeout, state_dict)
 
 
-def _save(arguments: Arguments, platform: Platform, timeout: float, state: dict[Any, Any]) -> Metadata:
+def _save(arguments: Arguments, platform: Platform, timeout: float, state: Mapping[Any, Any]) -> Metadata:
     # Saves become complete in the order of the calls.
     saving, _ = arguments.start(platform, timeout, waits_for_all=True)
     with saving.reporter.failing():
@@ -163,8 +164,8 @@ class Arguments:
             self.options,
             self.overwrite,
             self.durable,
-            self.threads or default_threads(),
-            self.max_host_bytes,
+            check_number("threads", self.threads, 1) or default_threads(),
+            check_number("max_host_bytes", self.max_host_bytes, 0),
             self.user_metadata,
         )
         return call, waited

@@ -77,7 +77,7 @@ class Saving:
         self._columns: Columns | None = None
         self._manifest: Manifest | None = None
 
-    def begin(self, state: dict[Any, Any]) -> BegunTogether:
+    def begin(self, state: Mapping[Any, Any]) -> BegunTogether:
         """The first part, in the caller's thread: prepare, meet, exchange, decide, plan."""
         prepared, error = attempt(lambda: self._part.prepare(state))
         self._operation.meet(self.call.agreed_options(), error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,7 +52,7 @@ class SavingAlone:
     def __init__(self, call: SaveCall, save_id: str, reporter: Reporter) -> None:
         self.call, self.reporter, self._save_id, self._part = call, reporter, save_id, Part(call)
 
-    def begin(self, state: dict[Any, Any]) -> BegunAlone:
+    def begin(self, state: Mapping[Any, Any]) -> BegunAlone:
         """What must be done in the caller's thread. What fails, fails on this rank alone."""
         prepared = self._part.prepare(state)
         refuse_occupied(self.call.store, self._save_id, self._part.context.rank)

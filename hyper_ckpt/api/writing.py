@@ -139,7 +139,7 @@ class Part:
         tensors, memo = RememberedTensors(all_tensors(call.platform)), kept(call.platform, "described", dict[str, Any])
         self.context = PlanContext(tensors, ranks.rank, ranks.world_size, memo)
 
-    def prepare(self, state: dict[Any, Any]) -> Prepared:
+    def prepare(self, state: Mapping[Any, Any]) -> Prepared:
         """Takes the state apart and describes its tensors.
 
         Raises:

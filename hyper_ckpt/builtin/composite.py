@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hyper_ckpt.box import intersect
+from hyper_ckpt.box import intersect, plain_ints
 from hyper_ckpt.contracts.platform import (
     Carrier,
     HostTensor,
@@ -81,6 +81,9 @@ class CompositeTensors(Tensors):
         part = self._part_of_type.get(type(value))
         return None if part is None else part.plain(value)
 
+    def cast(self, values: Carrier, dtype: str, to: str) -> Carrier:
+        return self._parts[0].cast(values, dtype, to)
+
     def before_writes(self, values: Sequence[Any]) -> None:
         kinds = set(map(type, values))
         for part in self._parts:
@@ -100,7 +103,7 @@ class CompositeTensors(Tensors):
         return self.empty(TensorDescription(description.dtype, tuple(data.shape), Replicated()), data)
 
     def _describe_sharded(self, value: ShardedTensor) -> TensorDescription:
-        shape = tuple(value.global_shape)
+        shape = _ints("global_shape", value.global_shape)
         if not value.shards:
             raise UnsupportedStateError(
                 f"a ShardedTensor of shape {shape} without shards has no dtype: "
@@ -112,7 +115,7 @@ class CompositeTensors(Tensors):
                 f"the shards of a ShardedTensor of shape {shape} must be of one kind, dtype and device class, "
                 f"not {sorted({d.dtype for d in inner})} in {sorted({type(s).__qualname__ for s, _ in value.shards})}"
             )
-        boxes = tuple((tuple(offsets), d.shape) for (_, offsets), d in zip(value.shards, inner, strict=True))
+        boxes = tuple((_ints("offsets", offsets), d.shape) for (_, offsets), d in zip(value.shards, inner, strict=True))
         _check_boxes(shape, boxes)
         return TensorDescription(inner[0].dtype, shape, Boxes(boxes), inner[0].has_memory)
 
@@ -127,7 +130,14 @@ class CompositeTensors(Tensors):
     def _placed(self, value: ShardedTensor) -> Iterator[LocalShard]:
         for data, offsets in value.shards:
             (whole,) = self._part(data).local_shards(data)
-            yield LocalShard(tuple(offsets), whole.sizes, whole.data)
+            yield LocalShard(plain_ints(offsets), whole.sizes, whole.data)
+
+
+def _ints(what: str, values: Sequence[Any]) -> tuple[int, ...]:
+    try:
+        return plain_ints(values)
+    except TypeError as error:
+        raise UnsupportedLayoutError(f"{what} of a ShardedTensor must be integers, not {values!r}") from error
 
 
 def _check_boxes(shape: tuple[int, ...], boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> None:

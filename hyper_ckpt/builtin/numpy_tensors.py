@@ -16,7 +16,7 @@ from hyper_ckpt.contracts.platform import (
     Tensors,
     sampled_fingerprint,
 )
-from hyper_ckpt.dtypes import BY_NAME, dtype_of
+from hyper_ckpt.dtypes import BY_NAME, numpy_dtype
 from hyper_ckpt.errors import TargetError, UnsupportedDtypeError, UnsupportedStateError
 from hyper_ckpt.host_memory import address_of
 from hyper_ckpt.layout import Replicated
@@ -77,16 +77,6 @@ class NumpyTensors(Tensors):
         except UnsupportedDtypeError:
             return None
         return HostTensor(TensorDescription(name, value.shape, Replicated()), address_of(value), value.nbytes)
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype called `name`; those that numpy lacks come from ml_dtypes."""
-    row = dtype_of(name)
-    if row.carrier.name == name:
-        return row.carrier
-    import ml_dtypes  # here, so that nobody pays for it who has no such tensor
-
-    return np.dtype(getattr(ml_dtypes, name))
 
 
 def check_writable(view: Carrier) -> Carrier:

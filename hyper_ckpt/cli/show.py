@@ -57,7 +57,7 @@ def look(checkpoint: str) -> Overview:
         ManifestError, VersionError: the manifest is damaged, or newer than this release.
     """
     store = registry().store(checkpoint)
-    manifest = FileSystemReader().load_metadata(store)
+    manifest = FileSystemReader().load_partial(store)
     user = decode_tree(manifest.user)
     inner = user.v[0] if isinstance(user, KeyedNode) and len(user.v) == 1 else user
     values = describe_values(decode_tree(manifest.state))
@@ -105,10 +105,22 @@ def _summary(view: Overview) -> Iterator[str]:
         *_parts(view.tensors),
         ("values", f"{len(view.values):,}{f', {per_rank:,} of them per rank' if per_rank else ''}"),
     ]
+    if manifest.absent:
+        facts.insert(1, ("INCOMPLETE", _missing(view)))
     for label, value in facts:
         yield f"{label:<10}  {clean(value)}"
     if view.user.type != "NoneType":
         yield f"{'metadata':<10}  {text.shortened(clean(view.user.repr), text.width() - 12)}"
+
+
+def _missing(view: Overview) -> str:
+    """Whose parts are missing, and what is whole all the same."""
+    absent, there = sorted(view.manifest.absent), sum(t.whole for t in view.tensors)
+    ranks = ", ".join(map(str, absent[:8])) + ", ..." * (len(absent) > 8)
+    return (
+        f"parts of {text.count(len(absent), 'rank')} are missing: {ranks}; {there:,} of {len(view.tensors):,} tensors "
+        "are whole; LoadOptions(partial=True) loads what is there"
+    )
 
 
 def _parts(tensors: Sequence[TensorFacts]) -> Iterator[tuple[str, str]]:
@@ -132,6 +144,8 @@ def _storage(facts: TensorFacts) -> str:
     """How a tensor is stored, in a word or two."""
     if facts.tied_to is not None:
         return f"tied: {facts.tied_to}"
+    if not facts.whole:
+        return f"NOT WHOLE: {facts.split}"
     return facts.split + (f", {facts.copies} copies" if facts.copies > 1 else "")
 
 
@@ -182,6 +196,7 @@ def as_json(view: Overview, *, tensor: str | None) -> Iterator[str]:
         "save_id": manifest.save_id,
         "format_version": manifest.version,
         "world_size": manifest.world_size,
+        "absent_ranks": sorted(manifest.absent),
         "created": manifest.created,
         "nbytes": view.nbytes,
         "elements": view.elements,
@@ -222,5 +237,6 @@ def _tensor_json(facts: TensorFacts, manifest: Manifest) -> dict[str, Any]:
         "split": facts.split,
         "copies": facts.copies,
         "tied_to": facts.tied_to,
+        "whole": facts.whole,
         "chunks": [dataclasses.asdict(c) for c in chunks_of(manifest.tensor(facts.name), manifest)],
     }

@@ -13,6 +13,7 @@ import numpy as np
 from hyper_ckpt.dtypes import dtype_of
 from hyper_ckpt.errors import MissingKeyError
 from hyper_ckpt.manifest import Chunks, Manifest, StoredTensor
+from hyper_ckpt.storage.filesystem import is_whole
 
 WHOLE = "·"
 
@@ -26,6 +27,7 @@ class TensorFacts:
         copies: how often it is stored; all but the first may be partial.
         tied_to: the earlier tensor whose bytes these are.
         place: file number and start of its first chunk, None if it has no bytes.
+        whole: no part of it is missing.
     """
 
     name: str
@@ -37,6 +39,7 @@ class TensorFacts:
     copies: int
     tied_to: str | None
     place: tuple[int, int] | None
+    whole: bool = True
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ def describe_tensors(manifest: Manifest) -> list[TensorFacts]:
                 len(stored.copies),
                 None if holder == name else holder,
                 place,
+                not manifest.absent or is_whole(stored),
             )
         )
     return facts

@@ -87,6 +87,11 @@ class StorageReader(ABC):
             CorruptCheckpointError: it cannot be trusted.
         """
 
+    def load_partial(self, store: ByteStore) -> Manifest:
+        """As `load_metadata`, but of a save by ranks that did not talk also what is there, where parts are missing:
+        `Manifest.absent` names their ranks. Inherited: what is not complete is no checkpoint."""
+        return self.load_metadata(store)
+
     @abstractmethod
     def locate(self, manifest: Manifest, wanted: Columns, rank: int) -> Located:
         """Stored pieces for the wanted boxes, which together fill each exactly once. `rank` may prefer its own copies.

@@ -70,7 +70,12 @@ class LoadPlanner(ABC):
     def build_local_plan(
         self, tensors: Mapping[str, Any], skeleton: bytes, manifest: Manifest, context: PlanContext
     ) -> Description:
-        """Describes the targets of this rank that are to be filled."""
+        """Describes the targets of this rank that are to be filled.
+
+        Args:
+            tensors: by name. Where a load casts, one may be a stand-in of the saved dtype: ask `context.tensors` what
+                it is. `acquire_tensor` and `apply_tensor` are given the target itself.
+        """
 
     @abstractmethod
     def build_global_plan(self, world: World, rank: int, boxes: OwnBoxes, max_bytes: int) -> Columns:

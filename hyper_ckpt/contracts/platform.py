@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from hyper_ckpt.casts import convert
 from hyper_ckpt.contracts.objects import Objects
 from hyper_ckpt.layout import Layout
 
@@ -236,6 +237,19 @@ class Tensors(ABC):
         (inherited), as for whatever is not so simple. It must say what these would: the conformance suite compares
         them. A class that overrides one of them overrides this as well. Worth having where tensors are very many."""
         return None
+
+    def cast(self, values: Carrier, dtype: str, to: str) -> Carrier:
+        """Elements converted from one dtype to another, for a load that was asked to cast: bit for bit as the framework
+        converts its tensors, where that is not as numpy does it (inherited).
+
+        Args:
+            values: carriers of elements of `dtype`, one-dimensional and contiguous, a few MiB at most.
+            to: another dtype, such that `hyper_ckpt.casts.may_cast(dtype, to)`.
+
+        Returns:
+            As many carriers of elements of `to`, in memory of their own.
+        """
+        return convert(values, dtype, to)
 
     def before_writes(self, values: Sequence[Any]) -> None:
         """Called with all targets of a load (perhaps none) before anything is read into them. For those that are plain

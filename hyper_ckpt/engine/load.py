@@ -19,6 +19,7 @@ from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.dtypes import dtype_of
 from hyper_ckpt.engine.blocks import BlockRun, Piece
 from hyper_ckpt.engine.budget import Budget
+from hyper_ckpt.engine.cast import Cast
 from hyper_ckpt.engine.pieces import SEGMENT_BYTES, SMALL_BYTES, PieceReader
 from hyper_ckpt.engine.shared import SharedPart
 from hyper_ckpt.engine.stage import settle
@@ -40,7 +41,7 @@ class LoadJob:
         located: stored pieces for the rows that this rank reads.
         targets: by tensor name, the shards that the boxes lie in.
         batch_ready: waits until all ranks of a group have read a batch.
-        batch_bytes: the same on all ranks.
+        batch_bytes: the same on all ranks; 0: each box by itself.
         progress: told of bytes read or received, by any thread.
         shares: reads are shared between ranks.
         fills: the targets are somebody's, and not made for this load.
@@ -92,12 +93,12 @@ class Loader:
         self._places = [*self._find_all()]
         self._count_rows()
         self._batches = list(self._shared_batches())
-        largest = max((t.nbytes for ts in job.targets.values() for t in ts if t.memory is None), default=0)
+        largest = max((t.room for ts in job.targets.values() for t in ts if t.memory is None), default=0)
         scratch = SEGMENT_BYTES + 3 * BLOCK_BYTES
         need = max(2 * largest, self._shared_bytes(1)) + 3 * BLOCK_BYTES
         limit = max(default_host_bytes, need + scratch) if job.max_host_bytes is None else job.max_host_bytes
         self.budget = Budget(limit)
-        self.budget.require(need, f"a load with shards of {largest} bytes outside host memory")
+        self.budget.require(need, f"a load with shards of {largest} bytes that are staged")
         self._scratch = min(scratch, limit - need + 3 * BLOCK_BYTES)
         self._reads_ahead = max(2 * largest, self._shared_bytes(2)) + self._scratch <= limit
         self._staging_limit = max(limit - self._scratch - 3 * BLOCK_BYTES, largest)
@@ -113,6 +114,17 @@ class Loader:
         for rows in rows_of.values():
             target = self._target(rows[0])
             target.keeps = self.nbytes[rows[0]] != target.nbytes and not self._fills(rows, target)
+            if isinstance(target.shard.data, Cast):
+                self._check_cast(rows, target)
+
+    def _check_cast(self, rows: list[int], target: Target) -> None:
+        """What a shard has cannot be staged as another dtype without loss: it must be filled whole, at one go."""
+        shared = self.job.columns.group[rows] >= 0
+        if target.keeps or not (shared.all() or len(rows) == 1):
+            raise PlanError(
+                f"the planner fills only a part of {target.name!r} at once, which is cast from {target.dtype}: fill "
+                "all of it, or load it without cast"
+            )
 
     def _fills(self, rows: list[int], target: Target) -> bool:
         """Whether wanted boxes fill a shard exactly once."""
@@ -134,7 +146,7 @@ class Loader:
         most = 0
         for n, targets in enumerate(batches):
             begun = max(n - count + 1, 0)  # whose buffers are still held when this one opens
-            opened |= {id(t): t.nbytes for t in targets if t.memory is None}
+            opened |= {id(t): t.room for t in targets if t.memory is None}
             opened = {key: nbytes for key, nbytes in opened.items() if last[key] >= begun}
             most = max(most, sum(opened.values()) + sum(messages[begun : n + 1]))
         return most
@@ -244,10 +256,10 @@ class Loader:
         for row in rows:
             target = self._target(row)
             new = id(target) not in open_targets
-            if new and batch and held + target.nbytes > self._staging_limit:
+            if new and batch and held + target.room > self._staging_limit:
                 yield batch
                 batch, open_targets, held = [], set(), 0
-            held += target.nbytes if new else 0
+            held += target.room if new else 0
             open_targets.add(id(target))
             batch.append(row)
         if batch:
@@ -258,7 +270,7 @@ class Loader:
         for row in rows:
             target = self._target(row)
             if target.memory is None:
-                target.staging = self.take(target.nbytes)
+                target.staging = self.take(target.room)
                 flat = target.staging[: target.nbytes].view(dtype_of(target.dtype).carrier)
                 target.memory = flat.reshape(target.sizes)
                 if target.keeps:
@@ -405,7 +417,7 @@ class Loader:
 
 
 def _batches(nbytes: IntArray, rows: Rows, limit: int) -> Iterator[list[int]]:
-    """Consecutive rows of about `limit` bytes; the same on every rank of the group."""
-    number = np.cumsum(nbytes[rows]) // limit
+    """Consecutive rows of about `limit` bytes, or each by itself; the same on every rank of the group."""
+    number = np.cumsum(nbytes[rows]) // limit if limit else np.arange(len(rows))
     for part in np.split(rows, np.flatnonzero(np.diff(number)) + 1):
         yield part.tolist()

@@ -96,6 +96,8 @@ class Stored:
     def payload(self, rank: int, name: str) -> bytes | None:
         """A payload that a rank saved, verified, read once; None if it saved none of this name."""
         name = self._manifest.saved_name(name)
+        if rank in self._manifest.absent:
+            return None
         if (rank, name) not in self._payloads:
             self._payloads[rank, name] = self._read_payload(rank, name)
         return self._payloads[rank, name]

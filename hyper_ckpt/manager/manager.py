@@ -143,7 +143,7 @@ class CheckpointManager:
     def save(
         self,
         step: int,
-        state: dict[Any, Any],
+        state: Mapping[Any, Any],
         *,
         metrics: Mapping[str, Any] | None = None,
         pinned: bool = False,
@@ -175,7 +175,7 @@ class CheckpointManager:
     def async_save(
         self,
         step: int,
-        state: dict[Any, Any],
+        state: Mapping[Any, Any],
         *,
         metrics: Mapping[str, Any] | None = None,
         pinned: bool = False,
@@ -195,7 +195,7 @@ class CheckpointManager:
         return handle
 
     def restore(
-        self, state: dict[Any, Any], step: int | None = None, *, skip_damaged: bool = True, **options: Any
+        self, state: Mapping[Any, Any], step: int | None = None, *, skip_damaged: bool = True, **options: Any
     ) -> Restored | None:
         """Loads the newest checkpoint, or that of `step`, in place. Every rank calls it, as `hyper_ckpt.load`; all load
         the same.
@@ -297,7 +297,7 @@ class CheckpointManager:
     def _begin(
         self,
         step: int,
-        state: dict[Any, Any],
+        state: Mapping[Any, Any],
         metrics: Mapping[str, Any] | None,
         pinned: bool,
         options: Mapping[str, Any],
@@ -353,7 +353,7 @@ class CheckpointManager:
         finally:
             self._started = ()
 
-    def _platform_of(self, state: dict[Any, Any]) -> Platform:
+    def _platform_of(self, state: Mapping[Any, Any]) -> Platform:
         """The platform of a call. One process may make the manager before it has any tensor."""
         if self._platform.ranks.world_size > 1:
             return self._platform

@@ -12,6 +12,7 @@ import msgspec
 
 from hyper_ckpt.api.common import attempt, operation
 from hyper_ckpt.api.load import LoadReport, load
+from hyper_ckpt.api.load_warnings import forgotten_text
 from hyper_ckpt.contracts.platform import Platform
 from hyper_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from hyper_ckpt.manager.arguments import check_same, step_number
@@ -40,7 +41,7 @@ class Restored:
 def restore(
     run: Run,
     platform: Platform,
-    state: dict[Any, Any],
+    state: Mapping[Any, Any],
     step: int | None,
     skip_damaged: bool,
     options: Mapping[str, Any],
@@ -60,6 +61,8 @@ def restore(
                 raise
             skipped.append((number, str(error)))
             continue
+        if report.forgotten and platform.ranks.rank == 0:
+            warnings.warn(forgotten_text(report.forgotten, run.url(folder)), stacklevel=3)
         if skipped and platform.ranks.rank == 0:
             warnings.warn(
                 f"step {number} of {run.store.url} was loaded, since newer ones are damaged: {_reasons(skipped)}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,17 +78,17 @@ def in_order(name: str | None) -> list[str]:
     return [] if name is None else name.split("/")
 
 
-_HOLDERS = (dict, list, tuple, deque, PerRank)
+_HOLDERS = (Mapping, list, tuple, deque, PerRank)
 
 
 def _below(value: Any) -> Collection[Any]:
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return value.values()
     return value if isinstance(value, list | tuple | deque) else ()
 
 
 def _names(value: Any, name: str | None) -> Sequence[str]:
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         parts: Sequence[str] = escape_keys(value, name)
     else:
         parts = type(value)._fields if is_namedtuple(value) else [*map(str, range(len(value)))]

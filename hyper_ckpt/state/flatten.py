@@ -67,7 +67,7 @@ class FlatState:
     takes the saved state as it was saved: see `adopt`.
     """
 
-    root: dict[Any, Any]
+    root: Mapping[Any, Any]
     tree: Node
     tensors: dict[str, Any]
     payloads: dict[str, bytes]
@@ -77,7 +77,7 @@ class FlatState:
 
 
 def flatten(
-    state: dict[Any, Any],
+    state: Mapping[Any, Any],
     *,
     is_tensor: Callable[[Any], bool],
     codecs: Sequence[Codec] = BUILTIN,
@@ -97,7 +97,7 @@ def flatten(
     Raises:
         UnsupportedStateError: a value can't be stored; names it and says what to do.
     """
-    if type(state) not in _KEYED:
+    if not isinstance(state, Mapping):
         raise UnsupportedTypeError(
             f"the state is a {type(state).__qualname__}; it must be a dict: wrap it, as in {{'model': ...}}"
         )
@@ -165,10 +165,26 @@ class _Walk:
             return self._codecs.encode(codec, value, name)
         if isinstance(value, Enum):
             return _of_enum(value, name)
-        if not is_namedtuple(value) and not is_stateful(value):
+        if is_namedtuple(value):
+            make = self.namedtuple
+        elif is_stateful(value):
+            make = self.stateful
+        elif isinstance(value, Mapping):
+            make = self.mapping
+        else:
             return self._codecs.pickle(value, name)
         with _Inside(self._around, value, name):
-            return _of_namedtuple(self, value, name) if isinstance(value, tuple) else self.stateful(value, name)
+            return make(value, name)
+
+    def namedtuple(self, value: Any, name: str | None) -> Node:
+        """The node of a namedtuple, with its class's name."""
+        cls = type(value)
+        items = tuple(self.node(item, join(name, field)) for field, item in zip(cls._fields, value, strict=True))
+        return NamedTupleNode(items, cls.__module__, cls.__qualname__, cls._fields)
+
+    def mapping(self, value: Mapping[Any, Any], name: str | None) -> Node:
+        """The node of a mapping of a class that is not known by name: a dict's."""
+        return _of_keyed(DictNode)(self, dict(value), name)
 
     def sorted_items(self, value: set[Any] | frozenset[Any], name: str | None) -> tuple[Node, ...]:
         """Items of a set in an order that depends only on what they are."""
@@ -240,6 +256,9 @@ class _ItemWalk(_Walk):
     def stateful(self, value: Any, name: str | None) -> Node:
         raise UnsupportedStateError(f"{shown(name)}: an object with a state_dict in a set; use a list or a dict")
 
+    def mapping(self, value: Mapping[Any, Any], name: str | None) -> Node:
+        raise UnsupportedStateError(f"{shown(name)}: a mapping in a set; use a list or a dict")
+
 
 class _Inside:
     """While a container's items are walked: refuses a container inside itself, and too many of them."""
@@ -273,12 +292,6 @@ def _of_enum(value: Enum, name: str | None) -> EnumNode:
         return EnumNode(type(value).__module__, type(value).__qualname__, member_name(value))
     except UnsupportedTypeError as error:
         raise UnsupportedTypeError(f"{shown(name)}: {error}") from None
-
-
-def _of_namedtuple(walk: _Walk, value: Any, name: str | None) -> NamedTupleNode:
-    cls = type(value)
-    items = tuple(walk.node(item, join(name, field)) for field, item in zip(cls._fields, value, strict=True))
-    return NamedTupleNode(items, cls.__module__, cls.__qualname__, cls._fields)
 
 
 def _items(walk: _Walk, value: Sequence[Any] | deque[Any], name: str | None) -> tuple[Node, ...]:

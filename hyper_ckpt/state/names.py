@@ -14,6 +14,7 @@ through one state never share a name, and a key is read back exactly, type inclu
 
 from __future__ import annotations
 
+import fnmatch
 import re
 import struct
 from collections.abc import Callable, Collection, Sequence
@@ -40,6 +41,20 @@ def join(parent: str | None, part: str) -> str:
 def join_all(parent: str | None, parts: Sequence[str]) -> Sequence[str]:
     """`join` for each of many parts."""
     return parts if parent is None else [f"{parent}/{part}" for part in parts]
+
+
+def expand(keys: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The names that keys stand for: each one itself, or those that it matches as a pattern, in which `*`, `?` and
+    `[...]` stand for any characters, also "/". A key that stands for none is kept."""
+    known, out = set(names), list[str]()
+    for key in keys:
+        out += (fnmatch.filter(names, key) if key not in known else ()) or [key]
+    return out
+
+
+def is_below(name: str, tops: Collection[str]) -> bool:
+    """Whether a name is one of `tops`, or lies below one of them."""
+    return name in tops or (bool(tops) and any(name[:at] in tops for at, c in enumerate(name) if c == "/"))
 
 
 def shown(name: str | None) -> str:

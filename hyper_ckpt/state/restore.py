@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from hyper_ckpt.state.codecs import BUILTIN
 from hyper_ckpt.state.digests import canonical
 from hyper_ckpt.state.flatten import FlatState
 from hyper_ckpt.state.names import escape_keys, join, shown
+from hyper_ckpt.state.scalars import SCALARS
 from hyper_ckpt.state.tree import (
     BlobNode,
     ByteArrayNode,
@@ -183,7 +184,7 @@ class _Changes:
             for (key, item), part in zip(value.items(), escape_keys(value, name), strict=True):
                 if part in saved:
                     new[key] = self.plan(item, saved[part], join(name, part))
-            self.noted.append(lambda: _set_items(value, new))
+            self._note_items(value, new, name)
             return value
         pairs = zip(value, children(node, name), strict=True)
         items = [self.plan(item, child, child_name) for item, (child_name, child) in pairs]
@@ -193,6 +194,17 @@ class _Changes:
         self.noted.append(lambda: _set_sequence(value, items))
         return value
 
+    def _note_items(self, value: Mapping[Any, Any], new: dict[Any, Any], name: str | None) -> None:
+        if isinstance(value, MutableMapping):
+            self.noted.append(lambda: _set_items(value, new))
+            return
+        for key, item in new.items():
+            if not (value[key] is item or _is_same_scalar(value[key], item)):
+                raise TargetError(
+                    f"{shown(name)} is a {type(value).__qualname__}, which cannot be changed, and {key!r} in it is not "
+                    "filled in place: give the target a dict there"
+                )
+
     def _is_filled(self, value: Any, node: Node, name: str | None) -> bool:
         """Whether a container holds nothing but tensors, which have been filled where they stand."""
         if self._tensors or not isinstance(node, KeyedNode | SequenceNode) or set(map(type, node.v)) != {TensorNode}:
@@ -201,7 +213,7 @@ class _Changes:
         if whole and not whole.isdisjoint(child_names(node, name)):
             return False
         # An object may have given a tensor as its state.
-        return not any(map(has_state, set(map(type, value.values() if isinstance(value, dict) else value))))
+        return not any(map(has_state, set(map(type, value.values() if isinstance(value, Mapping) else value))))
 
     def _plain(self, value: Any, node: Node, name: str | None) -> Any:
         new = self._builder.value(node, name)
@@ -242,7 +254,7 @@ class _Changes:
         node = self._builder.inlined(node, name)
         if isinstance(node, KeyedNode):
             keyed = keyed_value(node, node.v)
-            olds = old if isinstance(old, dict) else {}
+            olds = old if isinstance(old, Mapping) else {}
             named = zip(keyed.items(), children(node, name), strict=True)
             return keyed_value(node, [self._whole(olds.get(key), item, at) for (key, item), (at, _) in named])
         if isinstance(node, SequenceNode):
@@ -271,19 +283,24 @@ _KINDS: dict[type, type[Node]] = {
 
 
 def _is_container(value: Any) -> bool:
-    return type(value) in _KINDS or isinstance(value, tuple)
+    return type(value) in _KINDS or isinstance(value, tuple | Mapping)
 
 
 def _fits(value: Any, node: Node) -> bool:
-    """Whether a container of the target is of the saved kind and length; dicts of all kinds fit each other."""
+    """Whether a container of the target is of the saved kind and length; mappings of all kinds fit each other."""
     if isinstance(node, NamedTupleNode):
         return isinstance(value, tuple) and getattr(type(value), "_fields", None) == node.fields
     if isinstance(node, KeyedNode):
-        return issubclass(_KINDS.get(type(value), object), KeyedNode)
+        return isinstance(value, Mapping)
     return _KINDS.get(type(value)) is type(node) and isinstance(node, SequenceNode) and len(value) == len(node.v)
 
 
-def _set_items(target: dict[Any, Any], new: dict[Any, Any]) -> None:
+def _is_same_scalar(one: Any, other: Any) -> bool:
+    node = SCALARS.get(type(one))
+    return node is not None and type(one) is type(other) and bool(node(one) == node(other))
+
+
+def _set_items(target: MutableMapping[Any, Any], new: dict[Any, Any]) -> None:
     # Not update: a Counter's adds.
     for key, value in new.items():
         target[key] = value

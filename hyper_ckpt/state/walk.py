@@ -108,6 +108,18 @@ def _pruned(node: Node, name: str | None, keys: Collection[str], found: set[str]
     return node if any(p is not None for p in parts) else None
 
 
+def drop(node: Node, names: Collection[str], name: str | None = None) -> Node:
+    """A tree without some leaves: dicts lose them, in lists and tuples None stands for them."""
+    if isinstance(node, StatefulNode):
+        return StatefulNode(drop(node.v, names, name))
+    if isinstance(node, KeyedNode):
+        found = [(k, c, n) for k, (n, c) in zip(node.k, children(node, name), strict=True) if n not in names]
+        return with_items(node, [drop(c, names, n) for _, c, n in found], tuple(k for k, _, _ in found))
+    if isinstance(node, SequenceNode):
+        return with_items(node, [None if n in names else drop(c, names, n) for n, c in children(node, name)])
+    return node
+
+
 def values_by_kind(tree: Node) -> dict[str, str]:
     """The names of all leaves that are no tensors, and how each is kept: plain, blob, per_rank or ranks."""
     out: dict[str, str] = {}

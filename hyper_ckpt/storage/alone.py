@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,22 +40,53 @@ class _Chunk:
     digests: str
 
 
-def find_alone(store: ByteStore, prefix: str = "") -> Manifest | None:
+def find_alone(store: ByteStore, prefix: str = "", *, partial: bool = False) -> Manifest | None:
     """The manifest that ranks which did not talk would have published, put together from their receipts.
 
     Args:
         store: where they lie, below `prefix`.
+        partial: make do with the receipts that are there: `Manifest.absent` names the other ranks, and tensors may have
+            holes.
 
     Returns:
         None where there is no such receipt.
 
     Raises:
-        CheckpointNotFoundError: receipts are missing; names the ranks.
+        CheckpointNotFoundError: receipts are missing, and not `partial`; names the ranks.
         ManifestError: a receipt is damaged, or they do not speak of one save.
-        CoverageError: a tensor is not stored whole.
+        CoverageError: a tensor is not stored whole, although all receipts are there.
     """
-    incomplete: list[tuple[str, list[int], int]] = []
-    complete: list[tuple[str, list[int], int]] = []
+    complete, incomplete = _saves(store, prefix)
+    found = complete or (incomplete if partial else [])
+    if len(found) > 1:
+        ids = " and ".join(each.save_id for each in found)
+        kind = "complete" if complete else "incomplete"
+        raise ManifestError(
+            f"{_where(store, prefix)} holds several {kind} saves, {ids}: remove the files of all but one"
+        )
+    if incomplete and not found:
+        raise _incomplete(_where(store, prefix), incomplete[0])
+    if not found:
+        return None
+    (save,) = found
+    receipts = [_read(store, prefix, save.save_id, rank, save.names) for rank in sorted(save.names)]
+    return Manifest(_assemble(store, receipts, partial=bool(save.absent)), f"{store.url}/{prefix}{MANIFEST_NAME}")
+
+
+@dataclass(frozen=True)
+class _Save:
+    """A save by ranks that did not talk: its receipts' names by rank, and the ranks without one."""
+
+    save_id: str
+    names: dict[int, str]
+    absent: list[int]
+    world_size: int
+
+
+def _saves(store: ByteStore, prefix: str) -> tuple[list[_Save], list[_Save]]:
+    """The complete and the incomplete ones."""
+    complete: list[_Save] = []
+    incomplete: list[_Save] = []
     for save_id, names in sorted(_by_id(store, prefix).items()):
         first = _read(store, prefix, save_id, min(names), names)[0]
         if first.description is None:
@@ -66,25 +97,18 @@ def find_alone(store: ByteStore, prefix: str = "") -> Manifest | None:
                 f"says that there were {first.world_size} ranks: use a save_token once only"
             )
         absent = sorted(set(range(min(first.world_size, MAX_WORLD))) - names.keys())
-        (incomplete if absent else complete).append((save_id, absent, first.world_size))
-    if len(complete) > 1:
-        ids = " and ".join(save_id for save_id, _, _ in complete)
-        raise ManifestError(
-            f"{_where(store, prefix)} holds several complete saves, {ids}: remove the files of all but one"
-        )
-    if incomplete and not complete:
-        save_id, absent, world_size = incomplete[0]
-        ranks = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent[:8]))}{', ...' * (len(absent) > 8)}"
-        raise CheckpointNotFoundError(
-            f"no checkpoint at {_where(store, prefix)}: of save {save_id}, by {world_size} ranks that did not talk, "
-            f"the receipts of {ranks} are missing. They may still be saving; else load an earlier checkpoint"
-        )
-    if not complete:
-        return None
-    save_id, _, world_size = complete[0]
-    names = _by_id(store, prefix)[save_id]
-    receipts = [_read(store, prefix, save_id, rank, names) for rank in range(world_size)]
-    return Manifest(_assemble(store, receipts), f"{store.url}/{prefix}{MANIFEST_NAME}")
+        (incomplete if absent else complete).append(_Save(save_id, names, absent, first.world_size))
+    return complete, incomplete
+
+
+def _incomplete(where: str, save: _Save) -> CheckpointNotFoundError:
+    more = len(save.absent) > 8
+    ranks = f"rank{'s' * (len(save.absent) > 1)} {', '.join(map(str, save.absent[:8]))}{', ...' * more}"
+    return CheckpointNotFoundError(
+        f"no checkpoint at {where}: of save {save.save_id}, by {save.world_size} ranks that did not talk, the receipts "
+        f"of {ranks} are missing. They may still be saving; else load an earlier checkpoint, or what is there with "
+        "LoadOptions(partial=True) (`hyper-ckpt show` says what that is)"
+    )
 
 
 def _where(store: ByteStore, prefix: str) -> str:
@@ -143,27 +167,30 @@ def _check(receipt: Receipt, part: LocalPart) -> None:
         raise ValueError("a tie names no tensor")
 
 
-def _assemble(store: ByteStore, receipts: Sequence[tuple[Receipt, str]]) -> bytes:
-    """The bytes of the manifest of complete receipts, by rank."""
-    parts = [r.description for r, _ in receipts]
+def _assemble(store: ByteStore, receipts: Sequence[tuple[Receipt, str]], *, partial: bool) -> bytes:
+    """The bytes of the manifest of receipts, by rank. `partial`: there are others, which are missing."""
     first = receipts[0][0]
+    if first.world_size > MAX_WORLD:
+        raise ManifestError(f"{store.url}: {first.world_size} ranks are more than any job has")
     for receipt, _ in receipts:
         if receipt.description is None or receipt.world_size != first.world_size:
             raise ManifestError(
-                f"{store.url}: the receipts of rank 0 and rank {receipt.rank} are of different saves, although "
-                f"both are called {first.save_id}: use a save_token once only"
+                f"{store.url}: the receipts of rank {first.rank} and rank {receipt.rank} are of different saves, "
+                f"although both are called {first.save_id}: use a save_token once only"
             )
-    described = [p for p in parts if p is not None]
-    table = _table(store, described)
-    tree = _tree(described)
-    columns, placed = _columns(table, [c for r, _ in receipts for c in _chunks(r)], store.url)
+    parts = {r.rank: r.description for r, _ in receipts if r.description is not None}
+    described = [*parts.values()]
+    table = _table(store, parts)
+    tree = _tree(parts)
+    columns, placed = _columns(table, [c for r, _ in receipts for c in _chunks(r)], store.url, partial)
+    digests = {r.rank: digest for r, digest in receipts}
     content = ManifestContent(
         first.save_id,
         first.world_size,
         max(p.created for p in described),
         described[0].library,
         [f for r, _ in receipts for f in r.files],
-        [digest for _, digest in receipts],
+        [digests.get(rank, "") for rank in range(first.world_size)],
         encode_tree(tree),
         bytes(described[0].user),
         tensor_names(tree),
@@ -177,9 +204,9 @@ def _assemble(store: ByteStore, receipts: Sequence[tuple[Receipt, str]]) -> byte
         ) from None
 
 
-def _table(store: ByteStore, parts: Sequence[LocalPart]) -> TensorTable:
+def _table(store: ByteStore, parts: Mapping[int, LocalPart]) -> TensorTable:
     seen: dict[str, tuple[str, tuple[int, ...], int]] = {}
-    for rank, part in enumerate(parts):
+    for rank, part in parts.items():
         for name, dtype, shape in part.tensors:
             known = seen.setdefault(name, (dtype, shape, rank))
             if known[:2] != (dtype, shape):
@@ -190,9 +217,9 @@ def _table(store: ByteStore, parts: Sequence[LocalPart]) -> TensorTable:
     return TensorTable.of([(name, dtype, shape) for name, (dtype, shape, _) in sorted(seen.items())])
 
 
-def _tree(parts: Sequence[LocalPart]) -> Node:
+def _tree(parts: Mapping[int, LocalPart]) -> Node:
     ranks_of: dict[bytes, list[int]] = {}
-    for rank, part in enumerate(parts):
+    for rank, part in parts.items():
         ranks_of.setdefault(bytes(part.state), []).append(rank)
     tree, conflicts = merge([(ranks, decode_tree(state)) for state, ranks in ranks_of.items()])
     if conflicts:
@@ -226,7 +253,7 @@ def _chunks(receipt: Receipt) -> list[_Chunk]:
     return out
 
 
-def _columns(table: TensorTable, chunks: Sequence[_Chunk], url: str) -> tuple[Columns, Placed]:
+def _columns(table: TensorTable, chunks: Sequence[_Chunk], url: str, partial: bool) -> tuple[Columns, Placed]:
     """All chunks: the first copy is the lowest rank's of every box; each rank with other ones has a copy of its own."""
     number_of = {name: i for i, name in enumerate(table.names)}
     by_box: dict[tuple[str, Box], list[_Chunk]] = defaultdict(list)
@@ -237,7 +264,7 @@ def _columns(table: TensorTable, chunks: Sequence[_Chunk], url: str) -> tuple[Co
     differing = sorted({name for (name, _), same in by_box.items() if len({c.digests for c in same}) > 1})
     if differing:
         _warn(differing)
-    cover = _cover(table, number_of, [same[0] for same in by_box.values()], url)
+    cover = _cover(table, number_of, [same[0] for same in by_box.values()], url, partial)
     rows = [(chunk, 0) for chunk in cover]
     chosen, copies = set(map(id, cover)), defaultdict[str, int](int)
     for (name, _), own in of_rank.items():
@@ -279,8 +306,10 @@ def _boxes(table: TensorTable, chunks: Sequence[_Chunk]) -> tuple[IntArray, IntA
     return column(0, 0), column(1, 1)
 
 
-def _cover(table: TensorTable, number_of: dict[str, int], chunks: list[_Chunk], url: str) -> list[_Chunk]:
-    """Of the distinct boxes, those that cover every tensor exactly once.
+def _cover(
+    table: TensorTable, number_of: dict[str, int], chunks: list[_Chunk], url: str, partial: bool
+) -> list[_Chunk]:
+    """Of the distinct boxes, those that cover every tensor exactly once, or as much of it as a `partial` save has.
 
     Where ranks held different boxes of a tensor (one all of it, others halves), those inside another one are left out.
     """
@@ -301,12 +330,27 @@ def _cover(table: TensorTable, number_of: dict[str, int], chunks: list[_Chunk], 
     for name in bad():
         of_tensor[name] = _largest(of_tensor[name])
     wrong = sorted(bad())
-    if wrong:
+    if partial:  # holes are expected; what overlaps must still be stored once
+        of_tensor |= {name: _disjoint(of_tensor[name], url) for name in wrong}
+    elif wrong:
         raise CoverageError(
             f"{url}: the parts that ranks saved of {', '.join(map(repr, wrong[:4]))} ({len(wrong)} tensors) leave a "
             "hole or overlap: load an earlier checkpoint"
         )
     return [c for own in of_tensor.values() for c in own]
+
+
+def _disjoint(chunks: list[_Chunk], url: str) -> list[_Chunk]:
+    """Boxes of which none overlaps an earlier one."""
+    if len(chunks) > MAX_COMPARED:
+        raise CoverageError(f"{url}: {len(chunks)} parts of {chunks[0].name!r} are too many to find those that fit")
+    offsets = np.array([c.box[0] for c in chunks], np.int64)
+    ends = offsets + np.array([c.box[1] for c in chunks], np.int64)
+    kept: list[int] = []
+    for i in range(len(chunks)):
+        if not ((offsets[i] < ends[kept]) & (offsets[kept] < ends[i])).all(axis=1).any():
+            kept.append(i)
+    return [chunks[i] for i in kept]
 
 
 def _refuse_costly(name: str, shape: tuple[int, ...], chunks: Sequence[_Chunk], url: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import re
 from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
+import xxhash
 
 from hyper_ckpt.box import IntArray, element_counts, intersect, pad, uncovered
 from hyper_ckpt.columns import Columns, Located, Placed
@@ -41,18 +43,21 @@ class FileSystemWriter(StorageWriter):
 
     Args:
         path: path or URL of the checkpoint; None: `save(checkpoint_id=...)` says it.
+        single_file_per_rank: False: each rank has a file for each tensor of which it stores a part, and one for all
+            other values.
     """
 
-    def __init__(self, path: str | None = None) -> None:
-        self.checkpoint_id = path
+    def __init__(self, path: str | os.PathLike[str] | None = None, *, single_file_per_rank: bool = True) -> None:
+        self.checkpoint_id = None if path is None else os.fspath(path)
+        self._single = bool(single_file_per_rank)
 
-    def at(self, checkpoint_id: str) -> FileSystemWriter:
+    def at(self, checkpoint_id: str | os.PathLike[str]) -> FileSystemWriter:
         other = copy.copy(self)
-        other.checkpoint_id = checkpoint_id
+        other.checkpoint_id = os.fspath(checkpoint_id)
         return other
 
     def identity(self) -> str:
-        return type(self).__name__
+        return f"{type(self).__name__}{'' if self._single else '(single_file_per_rank=False)'}"
 
     def group_of(self, name: str) -> str:
         """Which of its rank's files a tensor, or a stored value, goes to: what has the same group shares a file.
@@ -103,9 +108,17 @@ class FileSystemWriter(StorageWriter):
 
     def _labels(self, columns: Columns) -> list[str]:
         """The group of each tensor of the table."""
-        if getattr(self.group_of, "__func__", None) is FileSystemWriter.group_of:
+        if self._single and getattr(self.group_of, "__func__", None) is FileSystemWriter.group_of:
             return [""] * len(columns.table.names)
-        return [self._label(name) for name in columns.table.names]
+        return [self._tensor_label(name) for name in columns.table.names]
+
+    def _tensor_label(self, name: str) -> str:
+        """The group of a tensor; where each has a file of its own, one that tells it from all others."""
+        group = self._label(name)
+        if self._single:
+            return group
+        readable = re.sub("[^A-Za-z0-9._]", "_", name)[-80:]
+        return f"{group or 'tensor'}.{readable}.{xxhash.xxh3_64_hexdigest(name.encode('utf-8', 'surrogatepass'))}"
 
     def _label(self, name: str) -> str:
         group = self.group_of(name)
@@ -138,7 +151,7 @@ class FileSystemWriter(StorageWriter):
             beside[self._label(name)].append((name, nbytes))
         mine = np.flatnonzero(placed.file_rank == rank).tolist()
         firsts = np.searchsorted(placed.entry_file, mine)  # entries are in the order of files
-        group = [self._label(columns.table.names[t]) for t in placed.entry_tensor[firsts].tolist()]
+        group = [self._tensor_label(columns.table.names[t]) for t in placed.entry_tensor[firsts].tolist()]
         # A group's payloads are in the last of its files.
         last = dict(zip(group, mine, strict=True))
         plans = [
@@ -203,18 +216,24 @@ class FileSystemReader(StorageReader):
         path: path or URL of the checkpoint; None: `load(checkpoint_id=...)` says it.
     """
 
-    def __init__(self, path: str | None = None) -> None:
-        self.checkpoint_id = path
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self.checkpoint_id = None if path is None else os.fspath(path)
 
-    def at(self, checkpoint_id: str) -> FileSystemReader:
+    def at(self, checkpoint_id: str | os.PathLike[str]) -> FileSystemReader:
         other = copy.copy(self)
-        other.checkpoint_id = checkpoint_id
+        other.checkpoint_id = os.fspath(checkpoint_id)
         return other
 
     def identity(self) -> str:
         return type(self).__name__
 
     def load_metadata(self, store: ByteStore) -> Manifest:
+        return self._load(store, partial=False)
+
+    def load_partial(self, store: ByteStore) -> Manifest:
+        return self._load(store, partial=True)
+
+    def _load(self, store: ByteStore, *, partial: bool) -> Manifest:
         try:
             data = store.read(MANIFEST_NAME)
         except StoreError as error:
@@ -224,13 +243,15 @@ class FileSystemReader(StorageReader):
                 ) from error
             raise
         except MissingFileError:
-            alone = find_alone(store)
+            alone = find_alone(store, partial=partial)
             if alone is not None:
                 _check_names(alone)
                 return alone
             raise CheckpointNotFoundError(f"no checkpoint at {store.url}: {_what_is_there(store)}") from None
         manifest = Manifest(data, f"{store.url}/{MANIFEST_NAME}")
         _check_names(manifest)
+        if manifest.absent:
+            raise ManifestError(f"{manifest.what} is not a valid manifest: it has no digest of a receipt")
         return manifest
 
     def locate(self, manifest: Manifest, wanted: Columns, rank: int) -> Located:

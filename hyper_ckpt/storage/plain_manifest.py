@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from hyper_ckpt.box import plain_ints
 from hyper_ckpt.columns import Columns, Placed, TensorTable
 from hyper_ckpt.contracts.store import ByteStore, ObjectInfo
 from hyper_ckpt.errors import ManifestError, MissingFileError
@@ -33,6 +35,10 @@ class PlainTensor:
     start: int
     dtype: str
     shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "start", operator.index(self.start))
+        object.__setattr__(self, "shape", plain_ints(self.shape))
 
 
 def plain_manifest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -32,7 +33,11 @@ class PlainSafetensorsReader(FileSystemReader):
     """
 
     def __init__(
-        self, path: str | None = None, *, under: str | None = None, files: Sequence[str] | None = None
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        under: str | None = None,
+        files: Sequence[str] | None = None,
     ) -> None:
         super().__init__(path)
         if isinstance(files, str) or not all(isinstance(file, str) for file in files or ()):

@@ -46,6 +46,8 @@ def naming(action: str, path: str, detail: str = "") -> Iterator[None]:
     """Turns an `OSError` into one of ours that names the file, and the room left where that is what failed."""
     try:
         yield
+    except CheckpointError:  # some of ours are OSErrors, too
+        raise
     except OSError as error:
         raise store_error(action, path, error, detail) from error
 

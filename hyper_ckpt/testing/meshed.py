@@ -18,7 +18,7 @@ import numpy as np
 from hyper_ckpt.box import cut
 from hyper_ckpt.builtin.composite import CompositeTensors
 from hyper_ckpt.builtin.host_stager import HostStager
-from hyper_ckpt.builtin.numpy_tensors import NumpyTensors, check_writable, memory_key, numpy_dtype
+from hyper_ckpt.builtin.numpy_tensors import NumpyTensors, check_writable, memory_key
 from hyper_ckpt.contracts.platform import (
     ByteBuffer,
     Carrier,
@@ -31,7 +31,7 @@ from hyper_ckpt.contracts.platform import (
     Tensors,
     sampled_fingerprint,
 )
-from hyper_ckpt.dtypes import BY_NAME
+from hyper_ckpt.dtypes import BY_NAME, numpy_dtype
 from hyper_ckpt.errors import UnsupportedLayoutError
 from hyper_ckpt.layout import MeshLayout, Replicated, expand
 

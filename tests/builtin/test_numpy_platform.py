@@ -11,9 +11,9 @@ import pytest
 from hyper_ckpt.builtin.composite import CompositeTensors
 from hyper_ckpt.builtin.host_stager import BufferPool
 from hyper_ckpt.builtin.numpy_platform import NumpyPlatform
-from hyper_ckpt.builtin.numpy_tensors import NumpyTensors, numpy_dtype, overlaps_itself
+from hyper_ckpt.builtin.numpy_tensors import NumpyTensors, overlaps_itself
 from hyper_ckpt.contracts.platform import Done, LocalShard, TensorDescription, Tensors
-from hyper_ckpt.dtypes import BY_NAME, TABLE
+from hyper_ckpt.dtypes import BY_NAME, TABLE, numpy_dtype
 from hyper_ckpt.errors import (
     PlatformError,
     TargetError,

@@ -83,8 +83,8 @@ def test_json_is_complete(run: Run, checkpoint: Path) -> None:
     facts = json.loads(run("show", checkpoint, "--json").stdout)
     metadata = hyper_ckpt.read_metadata(checkpoint)
     assert list(facts) == [
-        "checkpoint", "save_id", "format_version", "world_size", "created", "nbytes", "elements", "tensor_bytes",
-        "user_metadata", "files", "values", "tensors",
+        "checkpoint", "save_id", "format_version", "world_size", "absent_ranks", "created", "nbytes", "elements",
+        "tensor_bytes", "user_metadata", "files", "values", "tensors",
     ]  # fmt: skip
     assert (facts["save_id"], facts["world_size"]) == (metadata.save_id, 4)
     assert {f["name"]: f["nbytes"] for f in facts["files"]} == metadata.files

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from hyper_ckpt import ShardedTensor
-from hyper_ckpt.builtin.numpy_tensors import numpy_dtype
 from hyper_ckpt.contracts.platform import (
     ByteBuffer,
     Carrier,
@@ -24,6 +23,7 @@ from hyper_ckpt.contracts.platform import (
     TensorDescription,
     Tensors,
 )
+from hyper_ckpt.dtypes import numpy_dtype
 from hyper_ckpt.errors import UnsupportedLayoutError
 from hyper_ckpt.layout import Boxes
 from hyper_ckpt.testing.conformance.probe import PlatformProbe

@@ -10,7 +10,7 @@ import numpy as np
 from hyper_ckpt.builtin.composite import CompositeTensors
 from hyper_ckpt.builtin.host_stager import HostStager
 from hyper_ckpt.builtin.numpy_platform import SingleRank
-from hyper_ckpt.builtin.numpy_tensors import NumpyTensors, numpy_dtype
+from hyper_ckpt.builtin.numpy_tensors import NumpyTensors
 from hyper_ckpt.contracts.platform import (
     ByteBuffer,
     Carrier,
@@ -25,6 +25,7 @@ from hyper_ckpt.contracts.platform import (
     TensorDescription,
     Tensors,
 )
+from hyper_ckpt.dtypes import numpy_dtype
 from hyper_ckpt.layout import Replicated
 from hyper_ckpt.testing.conformance.numpy_probe import NumpyProbe
 from hyper_ckpt.testing.world import run_world

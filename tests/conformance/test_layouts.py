@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hyper_ckpt.box import cut
-from hyper_ckpt.builtin.numpy_tensors import numpy_dtype
 from hyper_ckpt.contracts.platform import LocalShard, Platform, TensorDescription, Tensors
+from hyper_ckpt.dtypes import numpy_dtype
 from hyper_ckpt.layout import Mesh, MeshLayout, Replicate, Shard
 from hyper_ckpt.testing.conformance.numpy_probe import NumpyProbe
 from hyper_ckpt.testing.conformance.platform import PLATFORM_CHECKS, PlatformBench

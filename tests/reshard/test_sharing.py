@@ -123,3 +123,15 @@ def test_small_boxes_travel_together() -> None:
 def test_other_values_are_refused(url: str, wrong: Any) -> None:
     with pytest.raises(ValueError, match="share_reads"):
         hyper_ckpt.load({}, url, no_dist=True, share_reads=wrong)
+
+
+def test_batches_of_nothing_pass_on_each_box_by_itself(url: str) -> None:
+    packed = load_on(3, url, share_reads=True)
+    single = load_on(3, url, share_reads=True, options=hyper_ckpt.LoadOptions(broadcast_batch_bytes=0))
+    for report in single:
+        assert report.shared_reads
+        assert report.broadcasts == report.shared_boxes
+        assert report.packed_boxes == 0
+    assert sum(r.bytes_read for r in single) == sum(r.bytes_read for r in packed) == 10 * MIB + 24
+    with pytest.raises(ValueError, match="at least 0"):
+        hyper_ckpt.LoadOptions(broadcast_batch_bytes=-1)

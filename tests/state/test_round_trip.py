@@ -237,7 +237,6 @@ def test_sets_have_one_encoding() -> None:
         object(),
         lambda: 0,
         Sub(1),
-        type("D", (dict,), {})(),
         type("T", (tuple,), {})(),
         int,
         np.float32,
@@ -273,7 +272,7 @@ def test_the_remedies_are_named() -> None:
         save({"a": object()})
 
 
-@pytest.mark.parametrize("state", [[], None, type("D", (dict,), {})()])
+@pytest.mark.parametrize("state", [[], None])
 def test_the_state_must_be_a_dict(state: Any) -> None:
     with pytest.raises(UnsupportedTypeError, match="wrap it"):
         save(state)

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 import hyper_ckpt
-from hyper_ckpt.builtin.numpy_tensors import numpy_dtype
-from hyper_ckpt.dtypes import TABLE
+from hyper_ckpt.dtypes import TABLE, numpy_dtype
 from hyper_ckpt.errors import MissingKeyError, UnsupportedStateError, UnsupportedTypeError
 from hyper_ckpt.values import PerRank
 

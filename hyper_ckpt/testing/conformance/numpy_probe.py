@@ -9,9 +9,8 @@ import numpy as np
 
 from hyper_ckpt.box import cut
 from hyper_ckpt.builtin.numpy_platform import NumpyPlatform
-from hyper_ckpt.builtin.numpy_tensors import numpy_dtype
 from hyper_ckpt.contracts.platform import Platform
-from hyper_ckpt.dtypes import BY_NAME
+from hyper_ckpt.dtypes import BY_NAME, numpy_dtype
 from hyper_ckpt.layout import Mesh, MeshLayout, Shard
 from hyper_ckpt.testing.conformance.probe import PlatformProbe
 from hyper_ckpt.testing.meshed import box_of

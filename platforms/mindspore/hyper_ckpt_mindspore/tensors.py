@@ -13,6 +13,7 @@ import numpy as np
 from mindspore import mint
 
 from hyper_ckpt.builtin.numpy_tensors import check_writable, memory_key, overlaps_itself
+from hyper_ckpt.casts import REALS
 from hyper_ckpt.contracts.platform import (
     WHOLE_FINGERPRINT_BYTES,
     Carrier,
@@ -133,6 +134,11 @@ class MindSporeTensors(Tensors):
             return None
         finish()  # the memory is there only when the tensor was computed
         return HostTensor(description, value.data_ptr(), nbytes)
+
+    def cast(self, values: Carrier, dtype: str, to: str) -> Carrier:
+        if dtype == "float64" and to != "float32" and to in REALS:  # in two steps, as MindSpore rounds
+            values, dtype = super().cast(values, dtype, "float32"), "float32"
+        return super().cast(values, dtype, to)
 
     def _is_whole(self, value: Any) -> bool:
         """Whether it is a tensor of no class but MindSpore's own, with memory, whole on this rank."""

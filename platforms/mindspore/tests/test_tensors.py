@@ -261,3 +261,19 @@ def test_errors_of_queued_work_are_raised(tensors):
     with pytest.raises(RuntimeError):
         tensors.host_view(tensors.local_shards(value)[0])
     _pynative_executor.sync()
+
+
+def test_views_of_one_memory_load_into_the_same(tmp_path):
+    def state(first):
+        flat = ms.Tensor(np.arange(24, dtype=np.float32) + first)
+        return {"all": flat, "one": flat[:10], "two": flat[5:15].view(2, 5), "square": flat.view(4, 6).T}
+
+    hyper_ckpt.save(state(0), tmp_path / "c")
+    target = state(100)
+    hyper_ckpt.load(target, tmp_path / "c")
+    assert target["all"].asnumpy().tolist() == list(range(24))
+    hyper_ckpt.save({**state(0), "two": ms.Tensor(np.ones((2, 5), np.float32))}, tmp_path / "d")
+    target = state(100)
+    with pytest.raises(TargetError, match="different values were saved"):
+        hyper_ckpt.load(target, tmp_path / "d")
+    assert target["all"].asnumpy().tolist() == list(range(100, 124))

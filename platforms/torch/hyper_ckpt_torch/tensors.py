@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from hyper_ckpt.builtin.numpy_tensors import memory_key, overlaps_itself
+from hyper_ckpt.casts import COMPLEX, REALS
 from hyper_ckpt.contracts.platform import (
     WHOLE_FINGERPRINT_BYTES,
     Carrier,
@@ -130,6 +131,12 @@ class TorchTensors(Tensors):
         if not nbytes or value.storage_offset() * form.carrier.itemsize + nbytes > value.untyped_storage().nbytes():
             return None
         return HostTensor(form.description, value.data_ptr(), nbytes)
+
+    def cast(self, values: Carrier, dtype: str, to: str) -> Carrier:
+        if to not in REALS | COMPLEX:  # there is but one way, and torch lacks it for some integers
+            return super().cast(values, dtype, to)
+        source = torch.from_numpy(values.view(np.uint8)).view(torch_dtype(dtype))
+        return source.to(torch_dtype(to)).view(torch.uint8).numpy().view(BY_NAME[to].carrier)
 
     def before_writes(self, values: Sequence[Any]) -> None:
         for value in values:

@@ -80,3 +80,28 @@ def test_what_has_no_data_is_not_saved(tmp_path: Path) -> None:
         hyper_ckpt.save({"model": torch.nn.Linear(2, 2, device="meta").state_dict()}, tmp_path / "c")
     with pytest.raises(UnsupportedStateError, match=r"'n'.*nested"):
         hyper_ckpt.save({"n": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, tmp_path / "c")
+
+
+class Fused(torch.nn.Module):
+    """A fused parameter, and buffers that are views of its parts."""
+
+    def __init__(self, first: float) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Parameter(first + torch.arange(12.0).reshape(6, 2))
+        for i, name in enumerate("qkv"):
+            self.register_buffer(f"w_{name}", self.qkv.data[2 * i : 2 * i + 2])
+        self.register_buffer("bits", self.qkv.data.view(torch.int32)[1:])
+
+
+def test_views_of_one_parameter_load_into_the_same(tmp_path):
+    saved, fresh = Fused(0), Fused(100)
+    hyper_ckpt.save({"m": saved}, tmp_path / "c")
+    hyper_ckpt.load({"m": fresh}, tmp_path / "c")
+    assert all(torch.equal(value, saved.state_dict()[name]) for name, value in fresh.state_dict().items())
+    with torch.no_grad():
+        saved.w_q = saved.w_q + 1
+    hyper_ckpt.save({"m": saved}, tmp_path / "d")
+    before = fresh.qkv.detach().clone()
+    with pytest.raises(hyper_ckpt.errors.TargetError, match="different values were saved"):
+        hyper_ckpt.load({"m": fresh}, tmp_path / "d")
+    assert torch.equal(fresh.qkv, before)

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from hyper_ckpt import CheckpointManager, Restored, Retention, SaveInterval, read
+from hyper_ckpt import CheckpointManager, LoadOptions, Restored, Retention, SaveInterval, read
 from hyper_ckpt_lightning.training import give_back, state_of, target_of
 from hyper_ckpt_torch.random_states import set_random_states
 
@@ -150,7 +150,7 @@ class CheckpointCallback(Checkpoint):
     def _go_on(self, trainer: Trainer) -> Restored | None:
         unused = [optimizer for optimizer in trainer.optimizers if not optimizer.state]
         target = target_of(trainer)
-        found = self.manager.restore(target)
+        found = self.manager.restore(target, options=LoadOptions(ignore=["progress"]))  # read below
         if found is None:
             for optimizer in unused:
                 optimizer.state.clear()  # the target had moments made, as if a step had been done

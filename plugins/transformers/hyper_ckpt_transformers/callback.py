@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hyper_ckpt import CheckpointManager, PerRank, Restored, Retention, SaveInterval, read
+from hyper_ckpt import CheckpointManager, LoadOptions, PerRank, Restored, Retention, SaveInterval, read
 from hyper_ckpt_torch.random_states import random_states, set_random_states
 from hyper_ckpt_transformers.folder import ResumeFolder
 
@@ -106,7 +106,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             group.setdefault("initial_lr", group["lr"])  # as a scheduler does, which is not made yet
         model, moments = get_state_dict(trainer.model, optimizer)
         target: dict[str, Any] = {"model": model, "optimizer": moments, "rng": PerRank(None)}
-        self._restored = self.manager.restore(target)
+        others = ["scheduler", "trainer_state"]  # read below
+        self._restored = self.manager.restore(target, options=LoadOptions(ignore=others))
         if self._restored is None:
             if fresh:
                 optimizer.state.clear()  # the target had moments made, as if a step had been done
@@ -115,7 +116,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         step = self._restored.step
         path = next(info.path for info in self.manager.steps() if info.step == step)
-        plain = read(path, keys=["scheduler", "trainer_state"], platform="torch")
+        plain = read(path, keys=others, platform="torch")
         self._scheduler, self._saved = plain["scheduler"], step
         if target["rng"].value is not None:
             set_random_states(target["rng"].value, trainer.args.device)
