@@ -1,7 +1,6 @@
 """Calls that cannot be meant, and states that do not fit: each its own error, the same on every rank."""
 
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -386,21 +385,6 @@ def test_ranks_that_missed_calls_find_back_whatever_they_missed(skipped: int) ->
         return time.monotonic() - begin
 
     assert max(run_world(3, job)) < 15
-
-
-def test_a_job_without_its_process_group_is_warned(tmp_path: Path) -> None:
-    script = "from hyper_ckpt import save; import sys; save({'x': 1}, sys.argv[1])"
-    for variable, told in (("2", True), ("1", False)):
-        env = {**os.environ, "WORLD_SIZE": variable}
-        done = subprocess.run(
-            [sys.executable, "-c", script, str(tmp_path / variable)],
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0
-        assert ("no process group is initialised" in done.stderr) == told
 
 
 def test_what_is_no_checkpoint_is_told_with_the_way_out(tmp_path: Path) -> None:
