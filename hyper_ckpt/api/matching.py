@@ -21,7 +21,7 @@ from hyper_ckpt.errors import StateMismatchError, TargetError
 from hyper_ckpt.manifest import Manifest, TensorRow
 from hyper_ckpt.options import KeyMap, Strict
 from hyper_ckpt.planning.describe import describe_all, find_ties
-from hyper_ckpt.state import FlatState, Node, compare, select
+from hyper_ckpt.state import FlatState, Node, compare, fit_groups, select
 from hyper_ckpt.state.rename import Renamed, rename
 from hyper_ckpt.state.tree import KeyedNode
 from hyper_ckpt.state.walk import all_names
@@ -126,7 +126,8 @@ class Matcher:
         """
         tree = state_of(self._manifest)
         chosen = select(tree, self._context.rank)
-        renamed = self._rename(chosen.tree)
+        saved, unfit = fit_groups(chosen.tree, self._flat.tree)
+        renamed = self._rename(saved)
         self._manifest = self._manifest.renamed(renamed.moved)
         completer = Completer(self._objects, self._manifest, self._context, self._check_files)
         self._flat = completer.run(self._flat, renamed.tree)
@@ -141,6 +142,10 @@ class Matcher:
             mapped=renamed.moved,
         )
         misfits = self._compare_trees(match, renamed)
+        for each in unfit:
+            self._problems.setdefault("missing" if each.missing else "container", []).append(each.text)
+            match.mismatched.append(each.text)
+            misfits |= {name for name in self._flat.tensors if name.startswith(f"{each.name}/")}
         self._compare_tensors(match, misfits)
         if self._strict:
             raise_problems(self._problems, self._manifest.checkpoint)
