@@ -84,6 +84,7 @@ class Loading:
         self._context = PlanContext(self._tensors, self._ranks.rank, self._ranks.world_size)
         self._seconds: dict[str, float] = {}
         self._kept: list[str] = []
+        self._of_ranks: list[str] = []
 
     def run(self, state: dict[Any, Any]) -> LoadReport:
         """The story; begun again if the checkpoint is replaced while it is read."""
@@ -139,6 +140,7 @@ class Loading:
 
     def _load(self, flat: FlatState, manifest: Manifest) -> LoadReport:
         self._kept.clear()
+        self._of_ranks.clear()
         with self._phase("plan"):
             stored = Stored(self._call.store, manifest, self._call.verify != "off")
             match = self._match(flat, manifest, stored)
@@ -166,7 +168,7 @@ class Loading:
                 self._operation.agree("setting plain values", error=error, last=True)
         unfilled = self._unfilled(loader, match)
         self._reporter.finished("loaded", sum(f.size for f in manifest.files) if self._ranks.rank == 0 else 0)
-        self._warn(match, changed or [])
+        self._warn(match, changed or [], manifest.world_size)
         return LoadReport(
             tuple(sorted(match.wanted.keys() - unfilled)),
             tuple(sorted(unfilled)),
@@ -329,6 +331,7 @@ class Loading:
         if others:  # rare: a planner that makes tensors of its own
             match.replaced |= others
             self._kept.clear()
+            self._of_ranks.clear()
             changes.append(self._prepare_values(flat, match, stored))
 
     def _set(self, restore: Restore, looked_at: bytes) -> list[str]:
@@ -359,6 +362,7 @@ class Loading:
         if data is None:
             self._kept.append(name)
             return None
+        self._of_ranks.append(name)
         return self._call.planner.apply_bytes(name, data)
 
     def blob(self, stored: Stored, name: str, node: BlobNode) -> bytes:
@@ -380,7 +384,7 @@ class Loading:
         unfilled = {name for name, own in loader.job.targets.items() if not is_filled(name, own)}
         return unfilled | {name for name, first in match.ties.items() if first in unfilled}
 
-    def _warn(self, match: Match, changed: Sequence[str]) -> None:
+    def _warn(self, match: Match, changed: Sequence[str], saved_ranks: int) -> None:
         left_out = match.left_out()
         # Ranks that do not talk cannot tell what nobody wants: other ranks have other stages of a pipeline.
         knows = self._ranks.rank == 0 and self._operation.ranks.world_size == self._ranks.world_size
@@ -402,6 +406,14 @@ class Loading:
             warnings.warn(
                 f"{few([*map(repr, self._kept)])} belong to ranks, and no rank {self._ranks.rank} saved any: "
                 "the target's own values were kept",
+                stacklevel=6,
+            )
+        if self._of_ranks and saved_ranks != self._ranks.world_size and self._ranks.rank == 0:
+            warnings.warn(
+                f"{saved_ranks} ranks saved this checkpoint and {self._ranks.world_size} load it: of "
+                f"{few([*map(repr, self._of_ranks)])}, which belong to ranks, each rank got what the rank of its "
+                "number saved. For random states that will do; positions in data that is split over the ranks mean "
+                "something else now: see docs/how-to/data-loaders.md",
                 stacklevel=6,
             )
         if match.borrowed:
