@@ -126,8 +126,8 @@ class Matcher:
         """
         tree = state_of(self._manifest)
         chosen = select(tree, self._context.rank)
-        saved, unfit = fit_groups(chosen.tree, self._flat.tree)
-        renamed = self._rename(saved)
+        fitted = fit_groups(chosen.tree, self._flat.tree)
+        renamed = self._rename(fitted.tree)
         self._manifest = self._manifest.renamed(renamed.moved)
         completer = Completer(self._objects, self._manifest, self._context, self._check_files)
         self._flat = completer.run(self._flat, renamed.tree)
@@ -135,14 +135,14 @@ class Matcher:
             renamed.tree,
             self._flat,
             chosen.borrowed,
-            unexpected=list(renamed.hidden),
+            unexpected=[*renamed.hidden, *fitted.unwanted],
             own=frozenset(all_names(self._flat.tree)),
             names=tuple(all_names(tree)),
             manifest=self._manifest,
             mapped=renamed.moved,
         )
         misfits = self._compare_trees(match, renamed)
-        for each in unfit:
+        for each in fitted.unfit:
             self._problems.setdefault("missing" if each.missing else "container", []).append(each.text)
             match.mismatched.append(each.text)
             misfits |= {name for name in self._flat.tensors if name.startswith(f"{each.name}/")}

@@ -97,7 +97,7 @@ def flatten(
     Raises:
         UnsupportedStateError: a value can't be stored; names it and says what to do.
     """
-    if type(state) not in _KEYED:
+    if not isinstance(state, dict):
         raise UnsupportedTypeError(
             f"the state is a {type(state).__qualname__}; it must be a dict: wrap it, as in {{'model': ...}}"
         )
@@ -106,7 +106,7 @@ def flatten(
     walk = _StateWalk(is_tensor, table, asker.given, to_host, form_of)
     try:
         asker.ask(state, None)
-        tree = walk.node(state, None)
+        tree = walk.node(state, None) if type(state) in _KEYED else _of_keyed(DictNode)(walk, state, None)
     except RecursionError as error:
         raise UnsupportedStateError("the state is nested too deeply for the stack that is left") from error
     tree, blobs = take_blobs(tree)

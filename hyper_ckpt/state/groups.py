@@ -2,16 +2,18 @@
 these names, for ranks list only the parameters that they have.
 
 The rule. What stands under the key `param_groups` is taken for groups if it is a list of dicts in which `params` is a
-list of strings. (An optimizer's own state_dict() lists numbers there: these mean nothing on another rank.)
+list of strings. (An optimizer's own state_dict() lists numbers there: these mean nothing on another rank.) What stands
+beside it under `state` is then by these names, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from hyper_ckpt.state.compare import leaves
 from hyper_ckpt.state.digests import canonical
-from hyper_ckpt.state.names import join, shown
+from hyper_ckpt.state.names import join, parse_key, shown
 from hyper_ckpt.state.tree import (
     KeyedNode,
     ListNode,
@@ -27,7 +29,7 @@ from hyper_ckpt.state.tree import (
     with_items,
 )
 
-GROUPS, PARAMS = "param_groups", "params"
+GROUPS, PARAMS, STATE = "param_groups", "params", "state"
 ADVICE = (
     "options that are kept for each parameter load into any groups: save what torch's get_state_dict gives with "
     "StateDictOptions(flatten_optimizer_state_dict=True)"
@@ -41,6 +43,16 @@ class Unfit:
     name: str
     text: str
     missing: bool
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A saved tree as a target takes it: `unfit` are groups for which nothing was saved, `unwanted` names of what was
+    saved for parameters that the target does not have. Other stages of a pipeline may."""
+
+    tree: Node
+    unfit: tuple[Unfit, ...]
+    unwanted: tuple[str, ...]
 
 
 def groups_advice(name: str) -> str:
@@ -81,34 +93,57 @@ def join_groups(lists: Sequence[Node]) -> Node | None:
     return ListNode(tuple(_with_params(group, ListNode(tuple(names))) for group, names in in_order))
 
 
-def fit_groups(saved: Node, target: Node) -> tuple[Node, list[Unfit]]:
-    """The saved tree with its groups as the target has them: each with the options that were saved for its parameters.
-    Where there are none, with the target's own."""
-    unfit: list[Unfit] = []
-    return _fitted(saved, target, None, unfit), unfit
+def fit_groups(saved: Node, target: Node) -> Fitted:
+    """The saved tree with its groups as the target has them: each with the options that were saved for its parameters,
+    where there are none with the target's own. Beside them, the states of these parameters alone."""
+    fitter = _Fitter()
+    tree = fitter.fit(saved, target, None)
+    return Fitted(tree, tuple(fitter.unfit), tuple(fitter.unwanted))
 
 
-def _fitted(saved: Node, target: Node, name: str | None, unfit: list[Unfit]) -> Node:
-    if isinstance(saved, StatefulNode):
-        inner = _fitted(saved.v, target, name, unfit)
-        return saved if inner is saved.v else StatefulNode(inner)
-    target = unwrap(target)
-    if is_groups(saved, name) and is_groups(target, name):
-        same = _names(_groups(saved)) == _names(_groups(target))
-        return saved if same else _regrouped(_groups(saved), _groups(target), name, unfit)
-    if isinstance(saved, KeyedNode) and isinstance(target, KeyedNode) and not has_only_leaves(saved):
-        wanted = dict(zip(target.k, target.v, strict=True))
-        items = [
-            _fitted(item, wanted[key], child_name, unfit) if key in wanted else item
-            for key, (child_name, item) in zip(saved.k, children(saved, name), strict=True)
-        ]
-    elif isinstance(saved, ListNode) and isinstance(target, ListNode) and len(saved.v) == len(target.v):
-        pairs = zip(children(saved, name), target.v, strict=True)
-        items = [_fitted(item, other, child_name, unfit) for (child_name, item), other in pairs]
-    else:
-        return saved
-    unchanged = all(new is old for new, old in zip(items, saved.v, strict=True))
-    return saved if unchanged else with_items(saved, items)
+@dataclass
+class _Fitter:
+    unfit: list[Unfit] = field(default_factory=list)
+    unwanted: list[str] = field(default_factory=list)
+
+    def fit(self, saved: Node, target: Node, name: str | None) -> Node:
+        if isinstance(saved, StatefulNode):
+            inner = self.fit(saved.v, target, name)
+            return saved if inner is saved.v else StatefulNode(inner)
+        target = unwrap(target)
+        if is_groups(saved, name) and is_groups(target, name):
+            same = _names(_groups(saved)) == _names(_groups(target))
+            return saved if same else _regrouped(_groups(saved), _groups(target), name, self.unfit)
+        if isinstance(saved, KeyedNode) and isinstance(target, KeyedNode) and not has_only_leaves(saved):
+            items = self._fit_items(saved, target, name)
+        elif isinstance(saved, ListNode) and isinstance(target, ListNode) and len(saved.v) == len(target.v):
+            pairs = zip(children(saved, name), target.v, strict=True)
+            items = [self.fit(item, other, child_name) for (child_name, item), other in pairs]
+        else:
+            return saved
+        unchanged = all(new is old for new, old in zip(items, saved.v, strict=True))
+        return saved if unchanged else with_items(saved, items)
+
+    def _fit_items(self, saved: KeyedNode, target: KeyedNode, name: str | None) -> list[Node]:
+        known, wanted = dict(zip(saved.k, saved.v, strict=True)), dict(zip(target.k, target.v, strict=True))
+        states, groups = known.get(STATE), (known.get(GROUPS), wanted.get(GROUPS))
+        if states is not None and all(is_groups(each, join(name, GROUPS)) for each in groups):
+            known[STATE] = self._own_states(states, *groups, join(name, STATE))
+        return [self.fit(item, wanted[key], join(name, key)) if key in wanted else item for key, item in known.items()]
+
+    def _own_states(self, states: Node, saved: Node, target: Node, name: str) -> Node:
+        """The states without those of parameters that only the saved groups have."""
+        gone = {param for group in _groups(saved) for param in _params(group)}
+        gone -= {param for group in _groups(target) for param in _params(group)}
+        if not gone or not isinstance(states, KeyedNode):
+            return states
+        kept: dict[str, Node] = {}
+        for key, (child_name, item) in zip(states.k, children(states, name), strict=True):
+            if parse_key(key) in gone:
+                self.unwanted += leaves(item, child_name)
+            else:
+                kept[key] = item
+        return with_items(states, kept.values(), tuple(kept))
 
 
 def _regrouped(saved: Sequence[Node], target: Sequence[Node], name: str | None, unfit: list[Unfit]) -> Node:

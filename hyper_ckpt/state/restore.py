@@ -279,7 +279,7 @@ def _fits(value: Any, node: Node) -> bool:
     if isinstance(node, NamedTupleNode):
         return isinstance(value, tuple) and getattr(type(value), "_fields", None) == node.fields
     if isinstance(node, KeyedNode):
-        return issubclass(_KINDS.get(type(value), object), KeyedNode)
+        return issubclass(_KINDS.get(type(value), object), KeyedNode) or isinstance(value, dict)
     return _KINDS.get(type(value)) is type(node) and isinstance(node, SequenceNode) and len(value) == len(node.v)
 
 

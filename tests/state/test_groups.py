@@ -28,9 +28,11 @@ def joined(*states: dict[str, Any]) -> tuple[Any, list[str]]:
 
 def fitted(saved: dict[str, Any], target: dict[str, Any]) -> tuple[Any, list[str]]:
     """What is set in the target, and what does not fit."""
-    tree, unfit = fit_groups(save(saved).tree, save(target).tree)
-    built = rebuild(tree, tensor=lambda name: T, payload=lambda _: None, blob=lambda *_: b"", make_tensor=make_array)
-    problems = [each.text for each in compare(save(target).tree, tree)] + [each.text for each in unfit]
+    found = fit_groups(save(saved).tree, save(target).tree)
+    built = rebuild(
+        found.tree, tensor=lambda name: T, payload=lambda _: None, blob=lambda *_: b"", make_tensor=make_array
+    )
+    problems = [each.text for each in (*compare(save(target).tree, found.tree), *found.unfit)]
     return built, problems
 
 
@@ -131,3 +133,16 @@ def test_lists_of_very_many_names_are_joined_too() -> None:
     assert len(str(names[0])) > BLOB_LIMIT
     built, conflicts = joined(groups((names[0], FAST)), groups((names[1], FAST)))
     assert (built, conflicts) == (groups((names[0] + names[1], FAST)), [])
+
+
+def test_states_of_parameters_that_a_target_does_not_have_are_left_to_others() -> None:
+    saved = groups((["a", "x/y"], FAST))
+    saved["optimizer"]["state"] = {"a": {"step": 1}, "x/y": {"step": 2, "m": T}, "of no parameter": {"z": 3}}
+    target = groups((["a"], FAST))
+    target["optimizer"]["state"] = {}
+    found = fit_groups(save(saved).tree, save(target).tree)
+    assert sorted(found.unwanted) == ["optimizer/state/x~1y/m", "optimizer/state/x~1y/step"]
+    built = rebuild(
+        found.tree, tensor=lambda name: T, payload=lambda _: None, blob=lambda *_: b"", make_tensor=make_array
+    )
+    assert built["optimizer"]["state"] == {"a": {"step": 1}, "of no parameter": {"z": 3}}

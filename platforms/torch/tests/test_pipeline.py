@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import hyper_ckpt
 from hyper_ckpt.errors import ContainerMismatchError
+from hyper_ckpt_torch import TrainState
 
 Gloo = Callable[..., list[Any]]
 
@@ -57,6 +58,12 @@ def train(stage: Stage, optimizer: torch.optim.Optimizer, steps: int) -> None:
         optimizer.step()
 
 
+def state_of(stage: Stage, optimizer: torch.optim.Optimizer, how: str) -> dict[str, Any]:
+    if how == "TrainState":
+        return TrainState(stage, optimizer)
+    return dict(zip(("model", "optimizer"), get_state_dict(stage, optimizer), strict=True))
+
+
 def digests(stage: Stage, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """SHA-256 of each parameter, of its moments, and of its options."""
     _, moments = get_state_dict(stage, optimizer)
@@ -70,21 +77,25 @@ def digests(stage: Stage, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     return found
 
 
-def save(rank: int, world_size: int, path: str, groups: str) -> dict[str, str]:
+def save(rank: int, world_size: int, path: str, groups: str, how: str = "get_state_dict") -> dict[str, str]:
     stage, optimizer = make(rank, world_size, groups)
     train(stage, optimizer, 2)
     optimizer.param_groups[0]["lr"] = 0.05  # as a schedule does, on all stages alike
     if groups != "one":
         next(group for group in optimizer.param_groups if group["weight_decay"] == 0.2)["lr"] = 0.05
-    hyper_ckpt.save(dict(zip(("model", "optimizer"), get_state_dict(stage, optimizer), strict=True)), path)
+    hyper_ckpt.save(state_of(stage, optimizer, how), path)
     return digests(stage, optimizer)
 
 
-def load(rank: int, world_size: int, path: str, groups: str, strict: Any = "exact") -> tuple[dict[str, str], ...]:
+def load(
+    rank: int, world_size: int, path: str, groups: str, how: str = "get_state_dict"
+) -> tuple[dict[str, str], dict[str, str]]:
     stage, optimizer = make(rank, world_size, groups)
-    state = dict(zip(("model", "optimizer"), get_state_dict(stage, optimizer), strict=True))
-    hyper_ckpt.load(state, path, strict=strict)
-    set_state_dict(stage, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    state = state_of(stage, optimizer, how)
+    hyper_ckpt.load(state, path, strict="exact")
+    if how == "get_state_dict":
+        set_state_dict(stage, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    assert len(optimizer.state) == len([*stage.parameters()])
     loaded = digests(stage, optimizer)
     train(stage, optimizer, 1)
     return loaded, digests(stage, optimizer)
@@ -94,14 +105,15 @@ def union(results: list[dict[str, str]]) -> dict[str, str]:
     return {name: each for result in results for name, each in result.items()}
 
 
-@pytest.mark.parametrize(("saved_on", "groups"), [(2, "one"), (4, "one"), (2, "two"), (4, "two")])
-def test_stages_load_into_any_other_stages(gloo: Gloo, tmp_path: Path, saved_on: int, groups: str) -> None:
+@pytest.mark.parametrize("how", ["get_state_dict", "TrainState"])
+@pytest.mark.parametrize(("saved_on", "groups"), [(2, "one"), (4, "two")])
+def test_stages_load_into_any_other_stages(gloo: Gloo, tmp_path: Path, saved_on: int, groups: str, how: str) -> None:
     path = str(tmp_path / "c")
-    saved = union(gloo(save, path, groups, world_size=saved_on))
+    saved = union(gloo(save, path, groups, how, world_size=saved_on))
     for world_size in (2, 3, 4):
-        loaded, went_on = zip(*gloo(load, path, groups, world_size=world_size), strict=True)
+        loaded, went_on = zip(*gloo(load, path, groups, how, world_size=world_size), strict=True)
         assert union([*loaded]) == saved
-        again = load(0, 1, path, groups)
+        again = load(0, 1, path, groups, how)
         assert again[0] == saved
         assert again[1] == union([*went_on]), "they go on alike"
 
