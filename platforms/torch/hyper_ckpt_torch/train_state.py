@@ -128,7 +128,7 @@ class OptimizerState(Stateful):
         if unknown:
             raise UnsupportedStateError(
                 f"{unknown} of {len(parameters)} parameters of the {type(self.optimizer).__qualname__} are in no model "
-                "of this TrainState: make the optimizer after what replaces parameters (fully_shard, parallelize_module) "
+                "of this TrainState: make the optimizer after what replaces parameters (as fully_shard does) "
                 "and give all models, or a dict of tensors for parameters that are in none"
             )
         return [known[id(parameter)] for parameter in parameters]
