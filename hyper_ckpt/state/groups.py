@@ -31,8 +31,8 @@ from hyper_ckpt.state.tree import (
 
 GROUPS, PARAMS, STATE = "param_groups", "params", "state"
 ADVICE = (
-    "options that are kept for each parameter load into any groups: save what torch's get_state_dict gives with "
-    "StateDictOptions(flatten_optimizer_state_dict=True)"
+    "make the optimizer with the groups that were saved; or save what torch's get_state_dict gives with "
+    "StateDictOptions(flatten_optimizer_state_dict=True), which keeps options for each parameter"
 )
 
 

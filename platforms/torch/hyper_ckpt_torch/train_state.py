@@ -89,9 +89,11 @@ class OptimizerState(Stateful):
         self, optimizer: torch.optim.Optimizer, models: Sequence[tuple[str, nn.Module | Mapping[str, Tensor]]]
     ) -> None:
         self.optimizer, self._models = optimizer, models
+        self._by_name: dict[Any, Tensor] = {}  # when it was last asked for its state
 
     def state_dict(self) -> dict[str, Any]:
         names = self._names()
+        self._by_name = dict(zip(names, self._parameters(), strict=True))
         raw: dict[str, Any] = self.optimizer.state_dict()
         state = {names[key] if type(key) is int and key < len(names) else key: v for key, v in raw["state"].items()}
         return {
@@ -110,7 +112,7 @@ class OptimizerState(Stateful):
     def make_state_tensor(self, missing: MissingTensor) -> Tensor | None:
         """A tensor that the optimizer would make in its first step."""
         name = missing.path[1] if len(missing.path) > 2 and missing.path[0] == "state" else None
-        parameter = dict[Any, Tensor](zip(self._names(), self._parameters(), strict=True)).get(name)
+        parameter = self._by_name.get(name)
         return None if parameter is None else like_parameter(parameter, missing)
 
     def _parameters(self) -> list[Tensor]:
