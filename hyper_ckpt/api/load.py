@@ -66,7 +66,8 @@ def load(
         use_collectives: False: ranks do not talk, and each reads for itself what it wants, its own copy where it
             saved one. Any checkpoint can be loaded so. Errors are one rank's own.
         strict: True refuses missing keys and differing shapes, dtypes and containers before any data is read;
-            "exact" refuses unexpected keys too; False loads what matches. An object is never handed a part of its state.
+            "exact" refuses unexpected keys too; False loads what matches. An object is never handed a part of its
+            state.
         verify: "during" checks every block while it is read (a damaged one is found after earlier ones were
             loaded); "before" checks all blocks first, so that the target stays untouched; "off" checks
             only the manifest and the sizes and headers of files.
