@@ -12,16 +12,15 @@ import argparse
 import itertools
 import os
 import sys
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from hyper_ckpt import CheckpointManager, PerRank, Retention, SaveInterval
+from hyper_ckpt_torch import TrainState
 
 
 def train(folder: str, steps: int, every: int) -> None:
@@ -38,18 +37,10 @@ def train(folder: str, steps: int, every: int) -> None:
     loader = DataLoader(data, batch_size=64 // size, sampler=sampler, generator=torch.Generator())
     torch.manual_seed(1 + rank)  # each rank drops out other activations
 
-    def state(step: int) -> dict[str, Any]:
-        weights, moments = get_state_dict(model, optimizer)
-        rng = PerRank(torch.default_generator)
-        return {"model": weights, "optimizer": moments, "scheduler": scheduler, "rng": rng, "step": step}
-
+    state = TrainState(model, optimizer, scheduler=scheduler, rng=PerRank(torch.default_generator), step=0)
     with CheckpointManager(folder, interval=SaveInterval(steps=every), retention=Retention(last=3)) as manager:
-        saved = state(0)
-        if manager.restore(saved):
-            set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
-        else:
-            optimizer.state.clear()  # get_state_dict had moments made, as if a step had been done
-        step = saved["step"]
+        manager.restore(state)  # where there is no checkpoint yet, nothing is changed
+        step = state["step"]
         while step < steps and not manager.preempted:
             epoch, done = divmod(step, len(loader))
             sampler.set_epoch(epoch)
@@ -61,7 +52,8 @@ def train(folder: str, steps: int, every: int) -> None:
                 optimizer.zero_grad()
                 step += 1
                 if manager.should_save(step) or step == steps:
-                    manager.async_save(step, state(step)).wait_staged()
+                    state["step"] = step
+                    manager.async_save(step, state).wait_staged()
                 if rank == 0 and step % every == 0:
                     print(f"step {step} loss {loss.item():.4f}", flush=True)
                 if manager.preempted:  # a SIGTERM, to any rank: all have saved this step

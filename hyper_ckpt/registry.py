@@ -282,9 +282,9 @@ class Registry:
         named = self.preferred or os.environ.get(PLATFORM_VARIABLE)
         if named:
             return self.platform(named)
-        votes, active = self._votes(state, inside=False), []
+        votes, active = self._votes(state, inside=False), list[str]()
         if not votes:
-            active = [s for s in self._platforms.values() if s.name != "numpy" and _is_active(s)]
+            active = [*self.process_groups()]
         if not votes and not active:
             votes = self._votes(state, inside=True)
             imported = set() if votes else self._imported(state)
@@ -300,10 +300,19 @@ class Registry:
             return self.platform(votes.pop())
         if len(active) > 1:
             raise MixedFrameworksError(
-                f"{' and '.join(s.name for s in active)} both have a process group and the state "
+                f"{' and '.join(active)} both have a process group and the state "
                 "has no tensors of either: pass platform="
             )
-        return self.platform(active[0].name if active else "numpy")
+        return self.platform(active[0] if active else "numpy")
+
+    def process_groups(self) -> dict[str, int]:
+        """The world sizes of the process groups that frameworks have, by platform.
+
+        Raises:
+            PluginError: a plugin cannot say.
+        """
+        sizes = {spec.name: _world_size(spec) for spec in self._platforms.values()}
+        return {name: size for name, size in sizes.items() if size > 0}
 
     def _votes(self, state: Any, inside: bool) -> set[str]:
         types = set(leaf_types(state, inside))
@@ -367,9 +376,9 @@ def _check_specs(hook: str, specs: list[Any]) -> None:
             raise PluginError(f"{hook} returned a {kind.__name__} whose modules or schemes are no list of texts")
 
 
-def _is_active(spec: PlatformSpec) -> bool:
+def _world_size(spec: PlatformSpec) -> int:
     with _blaming(f"platform {spec.name!r}", spec.install):
-        return spec.active() > 0
+        return spec.active()
 
 
 def _is_imported(spec: PlatformSpec) -> bool:

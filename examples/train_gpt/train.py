@@ -23,10 +23,10 @@ from data import Sampler, standard_library
 from digests import digests
 from model import GPT, Config
 from throughput import measure
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import hyper_ckpt
+from hyper_ckpt_torch import TrainState
 
 TINY = Config(width=64, depth=2, heads=2, context=32)
 BATCH = 8  # rows of all ranks together
@@ -55,26 +55,23 @@ class Trainer:
         self.step = 0
         torch.manual_seed(seed + self.rank)  # from here on every rank drops out other activations
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> TrainState:
         """All that has to survive: what another job needs to go on as if nothing had happened."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {
-            "step": self.step,
-            "model": model,
-            "optimizer": optimizer,
-            "scheduler": self.scheduler,  # objects with state_dict() and load_state_dict() go in as they are
-            "sampler": self.sampler,
-            "rng": hyper_ckpt.PerRank(torch.default_generator),  # every rank has its own
-        }
+        return TrainState(
+            self.model,
+            self.optimizer,
+            scheduler=self.scheduler,  # objects with state_dict() and load_state_dict() go in as they are
+            sampler=self.sampler,
+            rng=hyper_ckpt.PerRank(torch.default_generator),  # every rank has its own
+            step=self.step,
+        )
 
     def save(self, path: str) -> None:
         hyper_ckpt.save(self.state(), path)
 
     def load(self, path: str) -> hyper_ckpt.LoadReport:
         state = self.state()
-        report = hyper_ckpt.load(state, path)  # fills the tensors where they lie
-        # Gives the optimizer its plain values, such as the learning rate.
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        report = hyper_ckpt.load(state, path)  # fills tensors where they lie; objects get their states
         self.step = state["step"]
         return report
 

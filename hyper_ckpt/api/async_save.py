@@ -65,7 +65,7 @@ def async_save(
         checkpoint_id, storage_writer, planner, use_collectives, remove_redundancy, save_to_minimum_rank, overwrite,
         durable, threads, max_host_bytes, user_metadata, options or SaveOptions(),
     )  # fmt: skip
-    chosen = resolve_platform(platform, state_dict, no_dist)
+    chosen = resolve_platform(platform, state_dict, no_dist, saves=True)
     saving, waited = arguments.start(chosen, timeout, waits_for_all=False)
     handle = SaveHandle(saving.call.store.url, timeout, waited)
     with saving.reporter.failing(), paused_collector():

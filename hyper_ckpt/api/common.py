@@ -30,7 +30,7 @@ from hyper_ckpt.contracts.platform import (
 from hyper_ckpt.engine.in_flight import InFlight
 from hyper_ckpt.engine.shared_memory import SharedBuffers
 from hyper_ckpt.engine.writer_process import WriterProcess
-from hyper_ckpt.errors import ManifestError, UnsupportedStateError
+from hyper_ckpt.errors import ManifestError, PlatformError, UnsupportedStateError
 from hyper_ckpt.layout import Boxes, MeshLayout, Shard
 from hyper_ckpt.manifest import Manifest
 from hyper_ckpt.registry import registry
@@ -61,22 +61,62 @@ def resolve_id(checkpoint_id: CheckpointId | None, own: CheckpointId | None, wha
     return os.fspath(chosen)
 
 
-def resolve_platform(platform: Platform | str | None, state: Any, no_dist: bool) -> Platform:
-    """The platform of a call; with `no_dist`, its tensors in a world of one."""
+def resolve_platform(platform: Platform | str | None, state: Any, no_dist: bool, *, saves: bool = False) -> Platform:
+    """The platform of a call; with `no_dist`, its tensors in a world of one.
+
+    Args:
+        saves: whether the call saves. Where the process group was forgotten, each process may load alone, with a
+            warning, but must not save: each would save over the others.
+
+    Raises:
+        PlatformError: the call saves, there are other processes, and no process group connects them.
+        CheckpointError: the platform is not there, or does not load.
+    """
     check_type("platform", platform, Platform, str, type(None))
-    if isinstance(platform, str):
-        platform = registry().platform(platform)
-    chosen = platform or registry().choose(state)
-    if not no_dist:
-        if platform is None and chosen.ranks.world_size == 1:
-            _warn_of_lonely_ranks()
-        return chosen
-    return kept(chosen, "alone", lambda: _alone(chosen))
+    named = registry().platform(platform) if isinstance(platform, str) else platform
+    chosen = named or registry().choose(state)
+    if no_dist:
+        return kept(chosen, "alone", lambda: _alone(chosen))
+    if named is None and chosen.ranks.world_size == 1:
+        _check_alone(chosen, saves)
+    return chosen
 
 
 def _alone(platform: Platform) -> Platform:
     """The same in a world of one."""
     return Platform(platform.name, SingleRank(), platform.tensors, platform.stager, platform.objects)
+
+
+def _check_alone(chosen: Platform, saves: bool) -> None:
+    """Refuses a save, and warns of anything else, where other processes do the same with nothing between them."""
+    others = _processes_beside(chosen)
+    if others and saves:
+        raise PlatformError(
+            f"{others}: each process would save as if it were alone, over the others. Initialise the process group "
+            "first; or pass no_dist=True where this process is to save alone, or platform= for the ranks that save"
+        )
+    if others:
+        _warn_once(f"{others}: this process loads alone. Initialise it first, or say so with no_dist=True")
+
+
+def _processes_beside(chosen: Platform) -> str:
+    """What says that a platform without ranks is one of several processes; empty if nothing does."""
+    groups = registry().process_groups()
+    for name, world_size in groups.items():
+        if world_size > 1:
+            return (
+                f"{name} has a process group of {world_size} ranks, but this state is {chosen.name}'s, which has none"
+            )
+    sizes = {name: os.environ.get(name, "") for name in ("WORLD_SIZE", "MS_WORKER_NUM")} if not groups else {}
+    for variable, size in sizes.items():
+        if size.isdecimal() and int(size) > 1:
+            return f"{variable}={size}, but no process group is initialised"
+    return ""
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, stacklevel=5)
 
 
 def check_type(name: str, value: object, *kinds: type) -> None:
@@ -118,19 +158,6 @@ def kept(platform: Platform, name: str, make: Callable[[], T]) -> T:
         platform.kept.setdefault(name, make())
     found: T = platform.kept[name]
     return found
-
-
-@functools.cache
-def _warn_of_lonely_ranks() -> None:
-    """Once: every process of a job that forgot its process group would save for itself, over the others."""
-    for variable in ("WORLD_SIZE", "MS_WORKER_NUM"):
-        if os.environ.get(variable, "1") not in ("0", "1"):
-            warnings.warn(
-                f"{variable}={os.environ[variable]}, but no process group is initialised: this process saves and loads "
-                "alone. Initialise it first, or say so with no_dist=True",
-                stacklevel=4,
-            )
-            return
 
 
 class SharedStage:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from hyper_ckpt.api.common import few
 from hyper_ckpt.api.matching import Match
+from hyper_ckpt.contracts.platform import Ranks
 from hyper_ckpt.manifest import Manifest
 from hyper_ckpt.options import Strict
 from hyper_ckpt.text import clean
@@ -15,15 +16,25 @@ from hyper_ckpt.text import clean
 logger = logging.getLogger("hyper_ckpt")
 
 
-def tell(match: Match, kept: Sequence[str], changed: Sequence[str], strict: Strict, rank: int, *, knows: bool) -> None:
+def tell(
+    match: Match,
+    kept: Sequence[str],
+    of_ranks: Sequence[str],
+    changed: Sequence[str],
+    strict: Strict,
+    ranks: Ranks,
+    *,
+    knows: bool,
+) -> None:
     """Warns on this rank. Called right below the frame of the load's story.
 
     Args:
         kept: `PerRank` names that kept the target's value.
+        of_ranks: `PerRank` names that got a value, where another number of ranks saved the checkpoint.
         changed: what objects made another dtype of.
         knows: this rank speaks for all of them: it has heard what they want.
     """
-    left_out = match.left_out()
+    rank, left_out = ranks.rank, match.left_out()
     if left_out and strict is True and knows:
         warnings.warn(
             f"{len(left_out)} saved values were not loaded, since the target has no place for them: "
@@ -51,6 +62,14 @@ def tell(match: Match, kept: Sequence[str], changed: Sequence[str], strict: Stri
         warnings.warn(
             f"{few([*map(repr, kept)])} belong to ranks, and no rank {rank} saved any: the target's own values were "
             "kept",
+            stacklevel=6,
+        )
+    if of_ranks and rank == 0 and match.manifest:
+        warnings.warn(
+            f"{match.manifest.world_size} ranks saved this checkpoint and {ranks.world_size} load it: of "
+            f"{few([*map(repr, of_ranks)])}, which belong to ranks, each rank got what the rank of its number saved. "
+            "For random states that will do; positions in data that is split over the ranks mean something else now: "
+            "see docs/how-to/data-loaders.md",
             stacklevel=6,
         )
     if match.borrowed:

@@ -98,6 +98,7 @@ class Loading:
         self._context = PlanContext(self._tensors, self._ranks.rank, self._ranks.world_size)
         self._seconds: dict[str, float] = {}
         self._kept: list[str] = []
+        self._of_ranks: list[str] = []
 
     def run(self, state: Mapping[Any, Any]) -> LoadReport:
         """The story; begun again if the checkpoint is replaced while it is read."""
@@ -153,6 +154,7 @@ class Loading:
 
     def _load(self, flat: FlatState, manifest: Manifest) -> LoadReport:
         self._kept.clear()
+        self._of_ranks.clear()
         with self._phase("plan"):
             stored = Stored(self._call.store, manifest, self._call.verify != "off")
             match = self._match(flat, manifest, stored)
@@ -182,7 +184,8 @@ class Loading:
         self._reporter.finished("loaded", sum(f.size for f in manifest.files) if self._ranks.rank == 0 else 0)
         # Ranks that do not talk cannot tell what nobody wants: other ranks have other stages of a pipeline.
         knows = self._ranks.rank == 0 and self._operation.ranks.world_size == self._ranks.world_size
-        tell(match, self._kept, changed or [], self._call.strict, self._ranks.rank, knows=knows)
+        of_ranks = self._of_ranks if manifest.world_size != self._ranks.world_size else []
+        tell(match, self._kept, of_ranks, changed or [], self._call.strict, self._ranks, knows=knows)
         return self._report(match, loader, unfilled, changed or [])
 
     def _report(self, match: Match, loader: Loader, unfilled: set[str], changed: Sequence[str]) -> LoadReport:
@@ -368,6 +371,7 @@ class Loading:
         if others:  # rare: a planner that makes tensors of its own
             match.replaced |= others
             self._kept.clear()
+            self._of_ranks.clear()
             changes.append(self._prepare_values(flat, match, stored))
 
     def _set(self, restore: Restore, looked_at: bytes) -> list[str]:
@@ -398,6 +402,7 @@ class Loading:
         if data is None:
             self._kept.append(name)
             return None
+        self._of_ranks.append(name)
         return self._call.planner.apply_bytes(name, data)
 
     def blob(self, stored: Stored, name: str, node: BlobNode) -> bytes:

@@ -25,7 +25,7 @@ from hyper_ckpt.manifest import Manifest, TensorRow
 from hyper_ckpt.options import KeyMap, LoadOptions, Strict
 from hyper_ckpt.planning.describe import describe_all, find_ties, own_boxes
 from hyper_ckpt.planning.load import plan_alone
-from hyper_ckpt.state import FlatState, Node, compare, select
+from hyper_ckpt.state import FlatState, Node, compare, fit_groups, select
 from hyper_ckpt.state.names import expand, is_below
 from hyper_ckpt.state.rename import Renamed, rename
 from hyper_ckpt.state.tree import KeyedNode
@@ -164,7 +164,8 @@ class Matcher:
         """
         tree = state_of(self._manifest)
         chosen = select(tree, self._context.rank)
-        renamed = self._rename(chosen.tree)
+        fitted = fit_groups(chosen.tree, self._flat.tree)
+        renamed = self._rename(fitted.tree)
         self._manifest = self._manifest.renamed(renamed.moved)
         completer = Completer(self._objects, self._manifest, self._context, self._check_files)
         self._flat = completer.run(self._flat, renamed.tree)
@@ -172,7 +173,7 @@ class Matcher:
             renamed.tree,
             self._flat,
             chosen.borrowed,
-            unexpected=list(renamed.hidden),
+            unexpected=[*renamed.hidden, *fitted.unwanted],
             forgotten=self._forgotten(tree, renamed),
             own=frozenset(all_names(self._flat.tree)),
             names=tuple(all_names(tree)),
@@ -181,6 +182,10 @@ class Matcher:
             made=completer.made,
         )
         misfits = self._compare_trees(match, renamed)
+        for each in fitted.unfit:
+            self._problems.setdefault("missing" if each.missing else "container", []).append(each.text)
+            match.mismatched.append(each.text)
+            misfits |= {name for name in self._flat.tensors if name.startswith(f"{each.name}/")}
         self._compare_tensors(match, misfits)
         if self._manifest.absent:  # expected, and told
             self._problems.pop("missing", None)

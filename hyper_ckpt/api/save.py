@@ -87,6 +87,8 @@ def save(
     Raises:
         CheckpointExistsError: a checkpoint is in the way.
         UnsupportedStateError: a value cannot be stored; names it.
+        PlatformError: there are several processes (WORLD_SIZE, MS_WORKER_NUM, or another framework's process group
+            says so), none of them is connected, and neither `platform` nor `no_dist` was given.
         RanksDisagreeError, RankFailedError, RankTimeoutError: another rank is the cause; names it.
         SaveInFlightError: an asynchronous save is not over within `timeout`. If one has failed, its error.
         StoreError: the store failed; names the file.
@@ -96,7 +98,7 @@ def save(
         checkpoint_id, storage_writer, planner, use_collectives, remove_redundancy, save_to_minimum_rank, overwrite,
         durable, threads, max_host_bytes, user_metadata, options or SaveOptions(),
     )  # fmt: skip
-    chosen = resolve_platform(platform, state_dict, no_dist)
+    chosen = resolve_platform(platform, state_dict, no_dist, saves=True)
     with paused_collector():
         return _save(arguments, chosen, timeout, state_dict)
 

@@ -28,7 +28,7 @@ from hyper_ckpt.manifest import Manifest
 from hyper_ckpt.manifest_writer import ManifestContent, encode_manifest
 from hyper_ckpt.metadata import Metadata
 from hyper_ckpt.planning.share import table_of
-from hyper_ckpt.state import Node, decode_tree, encode_tree, merge, values_digest
+from hyper_ckpt.state import Node, decode_tree, encode_tree, groups_advice, merge, values_digest
 from hyper_ckpt.state.walk import blob_owners, tensor_names
 from hyper_ckpt.version import VERSION as LIBRARY_VERSION
 
@@ -142,7 +142,8 @@ class Saving:
         call = self.call
         self._previous = look(call.store, call.overwrite)
         self._tree, conflicts = merge(trees)
-        self._report_conflicts([f"{c.name!r} on ranks {_brief(c.ranks)}" for c in conflicts], "keeps each rank's value")
+        texts = [f"{c.name!r} on ranks {_brief(c.ranks)}{groups_advice(c.name)}" for c in conflicts]
+        self._report_conflicts(texts, "keeps each rank's value")
         self._report_conflicts([repr(name) for name in sorted(world.conflicts)], "keeps the lowest rank's tensor")
         columns = call.planner.loose_plan(without(world, world.ties))
         loose.append(columns)

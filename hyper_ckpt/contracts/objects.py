@@ -39,9 +39,11 @@ class Objects:
     def fixed(self, owner: Any, state: Any) -> Collection[Any] | None:
         """The keys of `state`, what `owner.state_dict()` gave, at which a checkpoint must fit the object as it is, like
         the weights of a network: names, kinds, shapes and dtypes are compared, as in a plain dict, and the tensors
-        filled. At its other keys the object takes what was saved. None (inherited): it takes all of it as it was saved.
+        filled. At its other keys the object takes what was saved. None: it takes all of it as it was saved. As it is,
+        an object answers for itself by a method `fixed_state_keys(state)`, if it has one; else None.
         """
-        return None
+        own = getattr(type(owner), "fixed_state_keys", None)
+        return None if own is None else own(owner, state)
 
     def make(self, owner: Any, missing: MissingTensor) -> Any:
         """A new tensor of the saved global shape and dtype, of any contents, on the device and in the distribution that

@@ -309,7 +309,7 @@ class CheckpointManager:
             raise ValueError(
                 "a manager needs ranks that talk: call hyper_ckpt.save with use_collectives=False yourself"
             )
-        platform = self._platform_of(state)
+        platform = self._platform_of(state, saves=True)
         this = operation(platform, options.get("timeout", DEFAULT_TIMEOUT), f"step {step} of {self._run.store.url}")
         note, error = attempt(lambda: self._note(step_number(step), metrics, pinned))
         durable = options.get("durable", True)
@@ -353,11 +353,11 @@ class CheckpointManager:
         finally:
             self._started = ()
 
-    def _platform_of(self, state: Mapping[Any, Any]) -> Platform:
+    def _platform_of(self, state: Mapping[Any, Any], *, saves: bool = False) -> Platform:
         """The platform of a call. One process may make the manager before it has any tensor."""
         if self._platform.ranks.world_size > 1:
             return self._platform
-        found = resolve_platform(self._given, state, self._no_dist)
+        found = resolve_platform(self._given, state, self._no_dist, saves=saves)
         if found.ranks.world_size > 1:
             raise PlatformError(
                 f"this manager was made for one process, and {found.name} now has {found.ranks.world_size} ranks: "

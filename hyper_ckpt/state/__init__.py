@@ -11,6 +11,7 @@ from hyper_ckpt.state.codecs import BUILTIN
 from hyper_ckpt.state.compare import Difference, compare, leaves
 from hyper_ckpt.state.digests import canonical, skeleton, values_digest
 from hyper_ckpt.state.flatten import FlatState, ToHost, flatten
+from hyper_ckpt.state.groups import fit_groups, groups_advice
 from hyper_ckpt.state.merge import Conflict, Selection, merge, select
 from hyper_ckpt.state.names import escape_key, join, parse_key
 from hyper_ckpt.state.restore import Loaded, Restore, prepare_restore
@@ -40,7 +41,9 @@ __all__ = [
     "decode_tree",
     "encode_tree",
     "escape_key",
+    "fit_groups",
     "flatten",
+    "groups_advice",
     "join",
     "leaves",
     "merge",

@@ -4,7 +4,8 @@ The rule. From the state downwards, a dict is never taken out as a whole: its ke
 that other ranks hold, and each of them can be compared and reported. A scalar or set above the limit is
 taken out. A list, tuple, namedtuple or deque above it is taken out whole if its items that are not large
 themselves add up to more than the limit; else each of its items is looked at. A container with a tensor, a
-`PerRank` or an object with state_dict anywhere in it stays.
+`PerRank` or an object with state_dict anywhere in it stays; so do groups of named parameters, which are joined with
+those of other ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import msgspec
 import xxhash
 
+from hyper_ckpt.state.groups import is_groups
 from hyper_ckpt.state.tree import (
     BlobNode,
     KeyedNode,
@@ -41,7 +43,7 @@ def _taken(node: Node, name: str | None, blobs: dict[str, bytes]) -> Node:
     if isinstance(node, TensorNode) or not isinstance(node, msgspec.Struct | str):
         return node
     data = encode_tree(node)
-    if len(data) <= BLOB_LIMIT:
+    if len(data) <= BLOB_LIMIT or is_groups(node, name):
         return node
     if name is not None and _is_taken_whole(node):
         blobs[name] = data

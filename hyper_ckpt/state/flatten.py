@@ -106,7 +106,7 @@ def flatten(
     walk = _StateWalk(is_tensor, table, asker.given, to_host, form_of)
     try:
         asker.ask(state, None)
-        tree = walk.node(state, None)
+        tree = walk.node(state, None) if type(state) in _KEYED else walk.mapping(state, None)
     except RecursionError as error:
         raise UnsupportedStateError("the state is nested too deeply for the stack that is left") from error
     tree, blobs = take_blobs(tree)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from hyper_ckpt.state.digests import canonical
+from hyper_ckpt.state.groups import is_groups, join_groups
 from hyper_ckpt.state.names import join
 from hyper_ckpt.state.tree import (
     BlobNode,
@@ -53,7 +54,8 @@ def merge(trees: Sequence[Variant]) -> tuple[Node, list[Conflict]]:
 
     Dicts are joined: a key that only some ranks hold is simply there, as in pipeline stages. Lists, tuples
     and the like of equal kind and length are joined item by item if they hold any container, tensor or
-    payload; else they are values. Where values differ each is kept for its ranks, and a conflict says so.
+    payload; else they are values. Groups of named parameters are joined by these names (`groups`). Where values
+    differ each is kept for its ranks, and a conflict says so.
 
     Args:
         trees: in the order in which their keys shall stand.
@@ -80,6 +82,9 @@ def _merged(variants: list[Variant], name: str | None, conflicts: list[Conflict]
         return StatefulNode(_merged(inner, name, conflicts))
     if isinstance(first, KeyedNode) and all(_alike(first, node) for node in nodes):
         return _joined(first, variants, name, conflicts)
+    joined = join_groups(nodes) if all(is_groups(node, name) for node in nodes) else None
+    if joined is not None:
+        return joined
     if isinstance(first, SequenceNode) and all(_alike(first, node) for node in nodes) and not _is_value(nodes):
         return _itemwise(first, variants, name, conflicts)
     return _either(variants, name, conflicts)

@@ -70,7 +70,10 @@ def test_worlds_of_other_sizes(world: int) -> None:
         assert any("rank 4" in t and "'rng'" in t and "were kept" in t for t in texts)
         assert any("rank 3" in t and "'lr'" in t and "lowest rank's" in t for t in texts)
     else:
-        states, reports = load_on(world, of_rank, url)
+        told = r"3 ranks saved this checkpoint and \d load it: of 'rng', 'object'.*positions in data"
+        with pytest.warns(UserWarning, match=told) as caught:
+            states, reports = load_on(world, of_rank, url)
+        assert len(caught) == 1, "rank 0 says it"
     for rank, (state, report) in enumerate(zip(states, reports, strict=True)):
         expected = of_ranks(rank) if rank < 3 else {**blank(rank), "step": 7, "lr": [0.1], "w": np.arange(6.0)}
         assert same(state, expected)

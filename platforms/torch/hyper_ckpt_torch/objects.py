@@ -21,11 +21,9 @@ class TorchObjects(Objects):
     gets all of its state, new moments like their parameters, with the dtypes that were saved."""
 
     def fixed(self, owner: Any, state: Any) -> Collection[Any] | None:
-        if not isinstance(owner, torch.nn.Module) or not isinstance(state, dict):
-            return None
-        # Modules may hold lists of tensors, too: metrics do, of what they have collected so far.
-        tensors = {key for key, value in state.items() if isinstance(value, torch.Tensor)}
-        return {key for key in tensors if not (isinstance(key, str) and key.endswith(_EXTRA_STATE))}
+        if not isinstance(owner, torch.nn.Module):
+            return super().fixed(owner, state)
+        return weights_of(state)
 
     def make(self, owner: Any, missing: MissingTensor) -> Any:
         if not isinstance(owner, torch.optim.Optimizer):
@@ -44,6 +42,15 @@ class TorchObjects(Objects):
             load_optimizer(owner, state)
         else:
             super().load(owner, state)
+
+
+def weights_of(state: Any) -> Collection[Any] | None:
+    """The keys of a module's weights in its state_dict(). None: it is no dict."""
+    if not isinstance(state, dict):
+        return None
+    # Modules may hold lists of tensors, too: metrics do, of what they have collected so far.
+    tensors = [key for key, value in state.items() if isinstance(value, torch.Tensor)]
+    return {key: None for key in tensors if not (isinstance(key, str) and key.endswith(_EXTRA_STATE))}
 
 
 def like_parameter(parameter: torch.Tensor, missing: MissingTensor) -> torch.Tensor | None:

@@ -148,12 +148,9 @@ class CheckpointCallback(Checkpoint):
             manager.__exit__(type(exception), exception, exception.__traceback__)
 
     def _go_on(self, trainer: Trainer) -> Restored | None:
-        unused = [optimizer for optimizer in trainer.optimizers if not optimizer.state]
         target = target_of(trainer)
         found = self.manager.restore(target, options=LoadOptions(ignore=["progress"]))  # read below
         if found is None:
-            for optimizer in unused:
-                optimizer.state.clear()  # the target had moments made, as if a step had been done
             return None
         path = next(info.path for info in self.manager.steps() if info.step == found.step)
         progress = read(path, keys=["progress"], platform="torch")["progress"]

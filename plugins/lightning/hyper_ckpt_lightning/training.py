@@ -7,25 +7,20 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch import Trainer
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from hyper_ckpt import PerRank
+from hyper_ckpt_torch import TrainState
 from hyper_ckpt_torch.random_states import random_states
 
 LOADERS = "combined_loader"
 """Where the state of a fit loop has those of data loaders, which belong to the rank."""
 
 
-def target_of(trainer: Trainer) -> dict[str, Any]:
-    """What is loaded in place; moments that an optimizer has not made yet are made."""
-    model, optimizer = get_state_dict(trainer.lightning_module, trainer.optimizers)
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "schedulers": [config.scheduler for config in trainer.lr_scheduler_configs],
-        "loaders": PerRank(None),
-        "rng": PerRank(None),
-    }
+def target_of(trainer: Trainer) -> TrainState:
+    """What is loaded in place. Where there is nothing to load, nothing changes."""
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    model, optimizers = trainer.lightning_module, trainer.optimizers
+    return TrainState(model, optimizers, schedulers=schedulers, loaders=PerRank(None), rng=PerRank(None))
 
 
 def state_of(trainer: Trainer, epoch_ended: bool) -> dict[str, Any]:
@@ -53,12 +48,6 @@ def give_back(trainer: Trainer, loaded: Mapping[str, Any], progress: Mapping[str
         loaded: a `target_of` that was loaded.
         progress: as it was saved.
     """
-    set_state_dict(
-        trainer.lightning_module,
-        trainer.optimizers,
-        model_state_dict=loaded["model"],
-        optim_state_dict=loaded["optimizer"],
-    )
     loops = progress["loops"]
     if loaded["loaders"].value:
         loops["state_dict"][LOADERS] = loaded["loaders"].value

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +73,10 @@ def save(rank: int, world_size: int, path: str, axes, spec) -> int:
 
 def load(rank: int, world_size: int, path: str, axes, spec, saved_ranks: int = 4) -> object:
     state = state_of(rank, axes, spec, filled=False)
-    report = hyper_ckpt.load(state, path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = hyper_ckpt.load(state, path)
+    assert len(caught) == (rank == 0 and world_size != saved_ranks) + (rank >= saved_ranks)
     check(state, rank)
     assert state["mine"].value == {"seed": rank if rank < saved_ranks else -1}
     return report.loaded

@@ -7,10 +7,10 @@ import json
 import os
 from typing import Any
 
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hyper_ckpt import CheckpointManager, LoadOptions, PerRank, Restored, Retention, SaveInterval, read
+from hyper_ckpt_torch import TrainState
 from hyper_ckpt_torch.random_states import random_states, set_random_states
 from hyper_ckpt_transformers.folder import ResumeFolder
 
@@ -101,18 +101,11 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         if trainer.model_init is not None or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             raise ValueError("a Trainer with model_init, FSDP or DeepSpeed cannot be resumed in place")
         optimizer = _inner(trainer.create_optimizer())
-        fresh = not optimizer.state
-        for group in optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])  # as a scheduler does, which is not made yet
-        model, moments = get_state_dict(trainer.model, optimizer)
-        target: dict[str, Any] = {"model": model, "optimizer": moments, "rng": PerRank(None)}
+        target = TrainState(trainer.model, optimizer, rng=PerRank(None))
         others = ["scheduler", "trainer_state"]  # read below
         self._restored = self.manager.restore(target, options=LoadOptions(ignore=others))
         if self._restored is None:
-            if fresh:
-                optimizer.state.clear()  # the target had moments made, as if a step had been done
             return None
-        set_state_dict(trainer.model, optimizer, model_state_dict=model, optim_state_dict=target["optimizer"])
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         step = self._restored.step
         path = next(info.path for info in self.manager.steps() if info.step == step)
@@ -200,14 +193,13 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
     def _save(self, state: TrainerState, args: TrainingArguments, kwargs: Any) -> None:
         self._after, self._saved = None, state.global_step
-        model, optimizer = get_state_dict(kwargs["model"], _inner(kwargs["optimizer"]))
-        saved = {
-            "model": model,
-            "optimizer": optimizer,
-            "scheduler": kwargs["lr_scheduler"].state_dict(),
-            "rng": PerRank(random_states(args.device)),
-            "trainer_state": _json_of(state),
-        }
+        saved = TrainState(
+            kwargs["model"],
+            _inner(kwargs["optimizer"]),
+            scheduler=kwargs["lr_scheduler"].state_dict(),
+            rng=PerRank(random_states(args.device)),
+            trainer_state=_json_of(state),
+        )
         self.manager.async_save(state.global_step, saved, metrics=self._metrics(state)).wait_staged()
 
     def _metrics(self, state: TrainerState) -> dict[str, float] | None:
