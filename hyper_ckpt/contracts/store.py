@@ -111,6 +111,12 @@ class ByteStore(ABC):
         """Names that start with `prefix`, sorted; empty if the root does not exist. Objects that are being written, and
         temporaries of the store itself, may be among them."""
 
+    def list_sizes(self) -> dict[str, int] | None:
+        """Sizes of all objects by name, where a listing has them in few requests. It may show an object late, but none
+        that was gone before the call. None, which stores inherit, where each object takes a request of its own: then
+        `stat` is asked by several threads."""
+        return None
+
     @abstractmethod
     def delete(self, name: str) -> None:
         """Removes an object; an absent one is fine."""
