@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -11,6 +10,8 @@ from types import TracebackType
 from hyper_ckpt.engine.latch import Latch
 from hyper_ckpt.errors import SaveInFlightError
 from hyper_ckpt.metadata import Metadata
+
+Callback = Callable[[BaseException | None], object]
 
 
 class SaveHandle:
@@ -28,7 +29,7 @@ class SaveHandle:
         self._metadata: Metadata | None = None
         self._error: BaseException | None = None
         self._seen = False
-        self._callbacks: deque[Callable[[BaseException | None], object]] = deque()
+        self._callbacks: list[deque[Callback]] = []  # each is emptied by the one thread that calls it
 
     def __repr__(self) -> str:
         state = "failed" if self._error is not None else "complete" if self.done() else "in flight"
@@ -71,19 +72,14 @@ class SaveHandle:
         """Whether the save is over, well or not."""
         return self._over.is_set()
 
-    def add_done_callback(self, callback: Callable[[BaseException | None], object]) -> None:
+    def add_done_callback(self, callback: Callback) -> None:
         """Calls `callback(error)` once the save is over, `None` for one that went well: in the thread that finishes
         saves, which begins no other save before it returns; at once, in this one, if the save is over. What it raises
         is printed."""
-        self._callbacks.append(callback)
+        own = deque([callback])
+        self._callbacks.append(own)
         if self._over.is_set():
-            self._call_back()
-
-    def _call_back(self) -> None:
-        """Calls each callback once, whichever thread comes to it."""
-        while self._callbacks:
-            with contextlib.suppress(IndexError):
-                _call(self._callbacks.popleft(), self._error)
+            _call(own, self._error)
 
     def unseen_failure(self) -> BaseException | None:
         """Why it failed, if it did and nobody was told; from now on somebody was. An interrupt was raised where it
@@ -109,7 +105,8 @@ class SaveHandle:
                 self._error = KeyboardInterrupt()  # between the lines of this function
             self._staged.set()
             self._over.set()
-            self._call_back()
+            for callback in self._callbacks:
+                _call(callback, self._error)
 
     def _wait(self, event: Latch, timeout: float | None, what: str) -> None:
         if not event.wait(timeout):
@@ -127,8 +124,12 @@ class SaveHandle:
             self._over.wait()
 
 
-def _call(callback: Callable[[BaseException | None], object], error: BaseException | None) -> None:
+def _call(callback: deque[Callback], error: BaseException | None) -> None:
     try:
-        callback(error)
+        only = callback.popleft()
+    except IndexError:  # another thread calls it
+        return
+    try:
+        only(error)
     except Exception:
         traceback.print_exc()

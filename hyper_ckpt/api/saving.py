@@ -41,13 +41,15 @@ logger = logging.getLogger("hyper_ckpt")
 
 
 class _Decision(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 tells all: the id, who stores which blob, and what only it could know."""
+    """What rank 0 tells all: the id, who stores which blob, what only it could know, and how many directories the save
+    makes for the path."""
 
     save_id: str
     created: float
     blobs: list[tuple[str, int]]
     base_load: bytes
     loose: bool
+    missing_folders: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,20 +120,21 @@ class Saving:
                 report = written.report() if written else b""
                 self._operation.agree("saving", report, error, lambda v: self._publish(v, begun), True)
         except BaseException as error:
-            self._failed(error, written, begun.decision.save_id)
+            self._failed(error, written, begun.decision)
         assert written is not None
         self._report_late_ranks()
         total = sum(f.size for f in self._manifest.files) if self._manifest else 0
         self.reporter.finished("durable" if self.call.durable else "published", total)
         return self._metadata(written, begun)
 
-    def _failed(self, error: BaseException, written: Written | None, save_id: str) -> None:
+    def _failed(self, error: BaseException, written: Written | None, decision: _Decision) -> None:
         """Returns if the checkpoint is published all the same, as a rank finds that gave up waiting for rank 0. Else
         removes what this rank wrote, unless rank 0 may still publish it, and raises."""
-        store = self.call.store
+        store, save_id = self.call.store, decision.save_id
         if written is None or self._operation.settled:
             if written is not None:
                 discard_failed(store, written.result.names, save_id)
+            store.remove_folders(decision.missing_folders)
             raise error
         if not isinstance(error, Exception):
             raise error
@@ -187,7 +190,10 @@ class Saving:
             planned, None, bool(len(columns)), lambda: call.planner.build_global_plan(planned)
         )
         remove_leftovers(call.store, self._previous, call.options.leftover_age)
-        decision = _Decision(secrets.token_hex(8), time.time(), blob_owners(self._tree), load, bool(len(columns)))
+        missing = call.store.missing_folders()
+        decision = _Decision(
+            secrets.token_hex(8), time.time(), blob_owners(self._tree), load, bool(len(columns)), missing
+        )
         return msgspec.msgpack.encode(decision)
 
     def _report_conflicts(self, found: list[str], kept: str) -> None:

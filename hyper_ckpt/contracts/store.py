@@ -166,6 +166,16 @@ class ByteStore(ABC):
         object that is replaced or deleted meanwhile may be read as it was. Stores that open nothing inherit this."""
         return nullcontext()
 
+    def missing_folders(self) -> int:
+        """How many directories are to be made for the root, itself and those above it. Stores without directories
+        inherit this."""
+        return 0
+
+    def remove_folders(self, most: int) -> None:
+        """Takes back, after a failure, up to `most` directories that were made for the root: those, and all below it,
+        in which nothing lies. Never raises. Stores without directories inherit this."""
+        return None
+
     def sync(self) -> None:
         """Makes names durable: after it, sinks closed with `sync` survive a power failure. Stores that need no such
         step inherit this."""

@@ -206,7 +206,7 @@ class InFlight:
 
     def __del__(self) -> None:
         # Nobody can ask any more: a platform that was made for one call, and forgotten.
-        with contextlib.suppress(AttributeError):  # interrupted before it was whole
+        if hasattr(self, "_saves"):  # else it was interrupted before it was whole
             self._say_failures()
 
 

@@ -103,5 +103,5 @@ def _unseen_error(
         )
     return StoreError(
         f"{head} is gone or has another size than the {missing[0].size} bytes written, as {len(missing) - 1} more of "
-        f"rank {rank}{others}: it was removed, moved or cut while the save ran. Find out by whom; save again"
+        f"rank {rank}{others}: it was removed, moved or cut meanwhile. Find out by whom, and try again"
     )

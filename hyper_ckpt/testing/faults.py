@@ -107,6 +107,12 @@ class WrapperStore(ByteStore):
 
         return self.run("publish", name, whole, nbytes=len(data), part=part)
 
+    def missing_folders(self) -> int:
+        return self.inner.missing_folders()
+
+    def remove_folders(self, most: int) -> None:
+        self.inner.remove_folders(most)
+
     def sync(self) -> None:
         self.run("sync", "", self.inner.sync)
 

@@ -208,7 +208,7 @@ def test_files_that_vanish_before_the_manifest_is_published(tmp_path: Path, patt
     assert removed
     assert type(error) is StoreError
     assert f"which rank {pattern.partition('rank-')[2][4]} wrote" in str(error)
-    assert "removed, moved or cut while the save ran" in str(error)
+    assert "removed, moved or cut meanwhile" in str(error)
     assert files_in(path) == before
     if overwrite:
         assert_holds(path, 1)
