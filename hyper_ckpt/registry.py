@@ -33,6 +33,7 @@ from hyper_ckpt.errors import (
 )
 from hyper_ckpt.state import BUILTIN
 from hyper_ckpt.state.classes import has_state, is_stateful
+from hyper_ckpt.system_errors import refusal, require_files, system_errors
 from hyper_ckpt.values import PerRank, ShardedTensor
 from hyper_ckpt.version import VERSION
 
@@ -89,6 +90,8 @@ class Registry:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a SystemExit too: the process is not a plugin's to end
+            if refusal(error) is not None:
+                raise  # it may load the next time
             self.errors[entry.name] = error
 
     def register(self, plugin: Any, name: str) -> None:
@@ -168,6 +171,8 @@ class Registry:
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
+                if refusal(error) is not None:
+                    raise
                 self.errors[implementation.plugin_name] = error
         return found
 
@@ -400,7 +405,8 @@ def _check_contract(plugin: Any, origin: tuple[str, str]) -> None:
 def _blaming(what: str, remedy: str) -> Iterator[None]:
     """Whatever a plugin raises, its user gets one of our errors, with the cause."""
     try:
-        yield
+        with system_errors(f"loading {what}"):
+            yield
     except CheckpointError:
         raise
     except Exception as error:
@@ -410,8 +416,14 @@ def _blaming(what: str, remedy: str) -> Iterator[None]:
 
 @functools.cache
 def registry() -> Registry:
-    """The registry of this process, made on first use."""
-    return Registry()
+    """The registry of this process, made on first use.
+
+    Raises:
+        StoreError: files of plugins cannot be opened now.
+    """
+    with system_errors("looking for plugins"):
+        require_files()
+        return Registry()
 
 
 def use(platform_name: str | None) -> None:

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "hyper_ckpt"
 
 # A module imports from rows above its own, within a row from names further left, and freely inside its own package.
 ROWS = [
-    ["version", "errors", "box", "dtypes", "casts", "text", "latest", "host_memory"],
+    ["version", "errors", "box", "dtypes", "casts", "text", "latest", "host_memory", "system_errors"],
     ["layout", "values", "description", "columns", "metadata", "items", "options", "key_maps"],
     ["receipt", "manifest", "manifest_writer"],
     ["contracts"],

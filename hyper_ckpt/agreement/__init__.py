@@ -7,5 +7,6 @@ from __future__ import annotations
 
 from hyper_ckpt.agreement.exchange import broadcast_bytes, broadcast_sized
 from hyper_ckpt.agreement.operation import Operation, StoppedError, in_step
+from hyper_ckpt.agreement.verdict import names
 
-__all__ = ["Operation", "StoppedError", "broadcast_bytes", "broadcast_sized", "in_step"]
+__all__ = ["Operation", "StoppedError", "broadcast_bytes", "broadcast_sized", "in_step", "names"]

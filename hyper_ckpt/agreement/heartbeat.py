@@ -30,9 +30,9 @@ def beating(mailbox: Mailbox, key: str) -> Iterator[None]:
             number += 1
 
     thread = threading.Thread(target=beat, name="hyper-ckpt-heartbeat", daemon=True)
-    with suppress(RuntimeError):  # the system gives no more threads: whoever was never heard is not taken for dead
-        thread.start()
     try:
+        with suppress(RuntimeError):  # the system gives no more threads: whoever was never heard is not taken for dead
+            thread.start()
         if thread.ident is not None:
             mailbox.set(key, b"0")
         yield

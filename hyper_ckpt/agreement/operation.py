@@ -83,6 +83,7 @@ class Operation:
     timeout: float
     _deadline: float = field(init=False)
     _decided: float = field(init=False, default=0.0)
+    _step_begun: float = field(init=False, default=0.0)
     _steps: int = field(init=False, default=0)
     _left: list[str] = field(init=False, default_factory=list)
     settled: bool = field(init=False, default=True)
@@ -120,6 +121,7 @@ class Operation:
         """
         key = self._step_key
         self._steps += 1
+        self._step_begun = time.monotonic()
         if self.ranks.world_size == 1:
             if error is not None:
                 raise error
@@ -168,6 +170,21 @@ class Operation:
         if not waiting and not gone:
             for old in (key, f"hyper-ckpt/{self.number}/{self._steps - 2}", *self._left):
                 mailbox.delete(old)
+
+    @property
+    def remaining(self) -> float:
+        """Seconds until the deadline; below 0 after it."""
+        return self._deadline - time.monotonic()
+
+    def gave_up(self) -> tuple[int, ...]:
+        """At rank 0, while it decides how the latest step ends, and after: ranks that gave up waiting for that."""
+        now = time.monotonic()
+        if now <= self._deadline and now - self._step_begun < SILENT_SECONDS / 2:
+            return ()  # nobody can have
+        mailbox, key = self.ranks.mailbox, f"hyper-ckpt/{self.number}/{self._steps - 1}"
+        again = {r: mailbox.get(f"{key}/{r}") for r in range(1, self.ranks.world_size)}
+        votes = {r: msgspec.msgpack.decode(data, type=Vote) for r, data in again.items() if data is not None}
+        return tuple(r for r, vote in votes.items() if vote.error)
 
     @contextmanager
     def working(self) -> Iterator[None]:

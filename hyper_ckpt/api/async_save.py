@@ -73,7 +73,7 @@ def async_save(
     if rest.is_written:
         handle.mark_staged()
     in_flight(chosen).submit(handle, lambda: handle.run(rest.finish))
-    if rest.interrupt is not None:  # the others are told in the background; here it is not ours to keep
+    if rest.interrupt is not None:  # the others are told in the background
         raise rest.interrupt
     return handle
 

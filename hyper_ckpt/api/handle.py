@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 import traceback
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
+from hyper_ckpt.engine.latch import Latch
 from hyper_ckpt.errors import SaveInFlightError
 from hyper_ckpt.metadata import Metadata
+
+Callback = Callable[[BaseException | None], object]
 
 
 class SaveHandle:
@@ -22,12 +25,11 @@ class SaveHandle:
 
     def __init__(self, checkpoint_id: str, timeout: float, waited: float) -> None:
         self.checkpoint_id, self.timeout, self.waited = checkpoint_id, timeout, waited
-        self._staged, self._over = threading.Event(), threading.Event()
+        self._staged, self._over = Latch(), Latch()
         self._metadata: Metadata | None = None
         self._error: BaseException | None = None
         self._seen = False
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[BaseException | None], object]] = []
+        self._callbacks: list[deque[Callback]] = []  # each is emptied by the one thread that calls it
 
     def __repr__(self) -> str:
         state = "failed" if self._error is not None else "complete" if self.done() else "in flight"
@@ -70,39 +72,44 @@ class SaveHandle:
         """Whether the save is over, well or not."""
         return self._over.is_set()
 
-    def add_done_callback(self, callback: Callable[[BaseException | None], object]) -> None:
+    def add_done_callback(self, callback: Callback) -> None:
         """Calls `callback(error)` once the save is over, `None` for one that went well: in the thread that finishes
         saves, which begins no other save before it returns; at once, in this one, if the save is over. What it raises
         is printed."""
-        with self._lock:
-            if not self._over.is_set():
-                self._callbacks.append(callback)
-                return
-        _call(callback, self._error)
+        own = deque([callback])
+        self._callbacks.append(own)
+        if self._over.is_set():
+            _call(own, self._error)
 
     def unseen_failure(self) -> BaseException | None:
-        """Why it failed, if it did and nobody was told; from now on somebody was."""
+        """Why it failed, if it did and nobody was told; from now on somebody was. An interrupt was raised where it
+        came."""
         seen, self._seen = self._seen, True
-        return None if seen else self._error
+        return None if seen or not isinstance(self._error, Exception) else self._error
 
     def mark_staged(self) -> None:
         """The state may be changed."""
         self._staged.set()
 
     def run(self, finish: Callable[[Callable[[], None]], Metadata]) -> None:
-        """The background's part: never raises. `finish` calls what it is given when the state may change."""
+        """The background's part: raises only what interrupts the thread. `finish` calls what it is given when the state
+        may change."""
         try:
             self._metadata = finish(self.mark_staged)
         except BaseException as error:
             self._error = error
-        self._staged.set()
-        with self._lock:
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            if self._metadata is None and self._error is None:
+                self._error = KeyboardInterrupt()  # between the lines of this function
+            self._staged.set()
             self._over.set()
-        for callback in self._callbacks:
-            _call(callback, self._error)
+            for callback in self._callbacks:
+                _call(callback, self._error)
 
-    def _wait(self, event: threading.Event, timeout: float | None, what: str) -> None:
-        if not event.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
+    def _wait(self, event: Latch, timeout: float | None, what: str) -> None:
+        if not event.wait(timeout):
             raise SaveInFlightError(f"the save to {self.checkpoint_id} {what} after {timeout:g} s: wait again")
 
     def __enter__(self) -> SaveHandle:
@@ -117,8 +124,12 @@ class SaveHandle:
             self._over.wait()
 
 
-def _call(callback: Callable[[BaseException | None], object], error: BaseException | None) -> None:
+def _call(callback: deque[Callback], error: BaseException | None) -> None:
     try:
-        callback(error)
+        only = callback.popleft()
+    except IndexError:  # another thread calls it
+        return
+    try:
+        only(error)
     except Exception:
         traceback.print_exc()

@@ -11,6 +11,7 @@ from typing import Literal
 
 from hyper_ckpt.contracts.events import Event, EventKind, EventSpec, Observer
 from hyper_ckpt.contracts.platform import Platform
+from hyper_ckpt.system_errors import system_errors
 
 _INTERVAL_SECONDS = 0.2
 
@@ -57,9 +58,10 @@ class Reporter:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """What is raised inside is told as "failed"."""
+        """What is raised inside is told as "failed"; what the system refuses is a StoreError."""
         try:
-            yield
+            with system_errors(f"the {self._call} of {self._checkpoint_id}"):
+                yield
         except BaseException as error:
             self._tell("failed", error=error)
             raise

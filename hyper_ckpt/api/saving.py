@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from hyper_ckpt.agreement import Operation
+from hyper_ckpt.agreement import Operation, names
 from hyper_ckpt.api.common import attempt, few
 from hyper_ckpt.api.plans import plans_of
 from hyper_ckpt.api.reporting import Reporter
@@ -21,28 +22,34 @@ from hyper_ckpt.api.views import metadata_of, own_metadata
 from hyper_ckpt.api.writing import Part, Planned, Prepared, Report, SaveCall, Writer, Written, plan_digest
 from hyper_ckpt.columns import Columns, Placed
 from hyper_ckpt.description import World, with_base_load, without
-from hyper_ckpt.engine.commit import Previous, discard_failed, look, publish, remove_leftovers
+from hyper_ckpt.engine import visible
+from hyper_ckpt.engine.commit import Previous, discard_failed, look, publish, published_id, remove_leftovers
 from hyper_ckpt.engine.save import WritePiece, write
-from hyper_ckpt.errors import ConflictError, PlanError
+from hyper_ckpt.errors import CheckpointError, ConflictError, PlanError, RankTimeoutError
 from hyper_ckpt.manifest import Manifest
 from hyper_ckpt.manifest_writer import ManifestContent, encode_manifest
 from hyper_ckpt.metadata import Metadata
 from hyper_ckpt.planning.share import table_of
+from hyper_ckpt.receipt import receipt_name
 from hyper_ckpt.state import Node, decode_tree, encode_tree, groups_advice, merge, values_digest
 from hyper_ckpt.state.walk import blob_owners, tensor_names
 from hyper_ckpt.version import VERSION as LIBRARY_VERSION
 
 T = TypeVar("T")
 
+logger = logging.getLogger("hyper_ckpt")
+
 
 class _Decision(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 tells all: the id, who stores which blob, and what only it could know."""
+    """What rank 0 tells all: the id, who stores which blob, what only it could know, and how many directories the save
+    makes for the path."""
 
     save_id: str
     created: float
     blobs: list[tuple[str, int]]
     base_load: bytes
     loose: bool
+    missing_folders: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,15 +119,46 @@ class Saving:
                     self.reporter.staged()
                 report = written.report() if written else b""
                 self._operation.agree("saving", report, error, lambda v: self._publish(v, begun), True)
-        except BaseException:
-            # A rank that gave up waiting does not know whether rank 0 will still publish: then its files stay.
-            if written and self._operation.settled:
-                discard_failed(self.call.store, written.result.names, begun.decision.save_id)
-            raise
+        except BaseException as error:
+            self._failed(error, written, begun.decision)
         assert written is not None
+        self._report_late_ranks()
         total = sum(f.size for f in self._manifest.files) if self._manifest else 0
         self.reporter.finished("durable" if self.call.durable else "published", total)
         return self._metadata(written, begun)
+
+    def _failed(self, error: BaseException, written: Written | None, decision: _Decision) -> None:
+        """Returns if the checkpoint is published all the same, as a rank finds that gave up waiting for rank 0. Else
+        removes what this rank wrote, unless rank 0 may still publish it, and raises."""
+        store, save_id = self.call.store, decision.save_id
+        if written is None or self._operation.settled:
+            if written is not None:
+                discard_failed(store, written.result.names, save_id)
+            store.remove_folders(decision.missing_folders)
+            raise error
+        if not isinstance(error, Exception):
+            raise error
+        try:
+            found = published_id(store)
+        except CheckpointError:
+            raise error from None
+        if found != save_id:
+            if isinstance(error, RankTimeoutError):
+                text = f"{error}. The checkpoint was not published when looked at"
+                raise RankTimeoutError(f"{text}; should rank 0 still publish it, it is whole", error.ranks) from error
+            raise error
+        logger.warning("%s is published, which this rank found when it looked: %s", store.url, error)
+
+    def _report_late_ranks(self) -> None:
+        """At rank 0: ranks that gave up waiting while the checkpoint was published look for it themselves."""
+        late = self._operation.gave_up() if self._ranks.rank == 0 else ()
+        if late:
+            logger.warning(
+                "%s is published, but %s gave up waiting for that: the save returned there if they saw it when they "
+                "looked, else it raised RankTimeoutError. Raise timeout=",
+                self.call.store.url,
+                names(late),
+            )
 
     def _gather_trees(self, prepared: Prepared) -> list[tuple[list[int], Node]]:
         """At rank 0, the distinct trees with their ranks: one of each is sent."""
@@ -153,7 +191,10 @@ class Saving:
             planned, None, bool(len(columns)), lambda: call.planner.build_global_plan(planned)
         )
         remove_leftovers(call.store, self._previous, call.options.leftover_age)
-        decision = _Decision(secrets.token_hex(8), time.time(), blob_owners(self._tree), load, bool(len(columns)))
+        missing = call.store.missing_folders()
+        decision = _Decision(
+            secrets.token_hex(8), time.time(), blob_owners(self._tree), load, bool(len(columns)), missing
+        )
         return msgspec.msgpack.encode(decision)
 
     def _report_conflicts(self, found: list[str], kept: str) -> None:
@@ -201,8 +242,15 @@ class Saving:
             begun.ties,
         )
         data = encode_manifest(content, columns, placed)
-        self._manifest = Manifest(data)
-        publish(call.store, data, self._previous, decision.save_id, durable=call.durable)
+        manifest = Manifest(data)
+        # What this process wrote by itself it sees.
+        patience = min(visible.LOOK_SECONDS, self._operation.remaining / 3) if len(votes) > 1 else 0.0
+        visible.require_visible(call.store, _expected(reports, decision.save_id), patience, call.threads)
+        late = self._operation.gave_up()
+        if late:
+            raise RankTimeoutError(f"{names(late)} gave up waiting before the checkpoint was published", late)
+        publish(call.store, data, self._previous, decision.save_id, durable=call.durable, seconds=patience)
+        self._manifest = manifest
         return b""
 
     def _check_reports(self, reports: list[Report], columns: Columns, placed: Placed) -> None:
@@ -224,6 +272,13 @@ class Saving:
         facts = (decision.save_id, self._ranks.world_size, decision.created, self.call.user_metadata)
         files = list(written.result.receipt.files)
         return own_metadata(written.columns, written.placed, files, written.prepared.flat.tree, facts, begun.ties)
+
+
+def _expected(reports: Sequence[Report], save_id: str) -> list[visible.Expected]:
+    """What must be at the path: the data files and receipts of all ranks."""
+    files = [visible.Expected(f.name, f.size, rank) for rank, report in enumerate(reports) for f in report.files]
+    receipts = [visible.Expected(receipt_name(r, save_id), report.receipt_size, r) for r, report in enumerate(reports)]
+    return files + receipts
 
 
 def _known(value: T | None) -> T:

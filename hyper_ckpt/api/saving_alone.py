@@ -33,13 +33,18 @@ class BegunAlone:
     saving: SavingAlone
     planned: Planned
     description: LocalPart
+    missing_folders: int
     error: BaseException | None = None
 
     def write(self, pieces: list[WritePiece] | None = None, writer: Writer = write) -> Written:
         return self.saving.write(self.planned, self.description, pieces, writer)
 
     def finish(self, write: Callable[[], Written]) -> Metadata:
-        return self.saving.finish(self.description, write())
+        try:
+            return self.saving.finish(self.description, write())
+        except BaseException:
+            self.saving.call.store.remove_folders(self.missing_folders)
+            raise
 
 
 class SavingAlone:
@@ -67,7 +72,8 @@ class SavingAlone:
             ties,
         )
         payloads = {**prepared.flat.payloads, **prepared.flat.blobs}
-        return BegunAlone(self, self._part.plan(prepared, columns, self._save_id, payloads, self.reporter), part)
+        planned = self._part.plan(prepared, columns, self._save_id, payloads, self.reporter)
+        return BegunAlone(self, planned, part, self.call.store.missing_folders())
 
     def write(
         self, planned: Planned, description: LocalPart, pieces: list[WritePiece] | None, writer: Writer

@@ -77,6 +77,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
 
     files: tuple[FileRecord, ...]
     receipt: str
+    receipt_size: int
     plan: bytes
 
 
@@ -123,8 +124,9 @@ class Written:
 
     def report(self) -> bytes:
         """What rank 0 must know of it."""
-        receipt = self.result.receipt
-        return msgspec.msgpack.encode(Report(receipt.files, self.result.receipt_digest, plan_digest(self.columns)))
+        result = self.result
+        told = Report(result.receipt.files, result.receipt_digest, result.receipt_size, plan_digest(self.columns))
+        return msgspec.msgpack.encode(told)
 
 
 class Part:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 
-from hyper_ckpt.contracts.events import EventSpec, Observer
+from hyper_ckpt.builtin.log_lines import LogLines
+from hyper_ckpt.builtin.numpy_platform import NumpyPlatform
+from hyper_ckpt.builtin.progress_bar import ProgressBar
+from hyper_ckpt.contracts.events import EventSpec
 from hyper_ckpt.contracts.platform import Platform, PlatformSpec
 from hyper_ckpt.contracts.store import StoreSpec
 from hyper_ckpt.hookspecs import hookimpl
@@ -18,8 +21,6 @@ def _no_world() -> int:
 
 @functools.cache
 def _load_numpy() -> Platform:
-    from hyper_ckpt.builtin.numpy_platform import NumpyPlatform
-
     return NumpyPlatform()
 
 
@@ -37,18 +38,6 @@ def hyper_ckpt_stores() -> list[StoreSpec]:
     ]
 
 
-def _log_lines() -> Observer:
-    from hyper_ckpt.builtin.log_lines import LogLines
-
-    return LogLines()
-
-
-def _progress_bar() -> Observer:
-    from hyper_ckpt.builtin.progress_bar import ProgressBar
-
-    return ProgressBar()
-
-
 @hookimpl
 def hyper_ckpt_events() -> list[EventSpec]:
-    return [EventSpec("log lines", _log_lines), EventSpec("progress bar", _progress_bar)]
+    return [EventSpec("log lines", LogLines), EventSpec("progress bar", ProgressBar)]

@@ -111,6 +111,12 @@ class ByteStore(ABC):
         """Names that start with `prefix`, sorted; empty if the root does not exist. Objects that are being written, and
         temporaries of the store itself, may be among them."""
 
+    def list_sizes(self) -> dict[str, int] | None:
+        """Sizes of all objects by name, where a listing has them in few requests. It may show an object late, but none
+        that was gone before the call. None, which stores inherit, where each object takes a request of its own: then
+        `stat` is asked by several threads."""
+        return None
+
     @abstractmethod
     def delete(self, name: str) -> None:
         """Removes an object; an absent one is fine."""
@@ -159,6 +165,16 @@ class ByteStore(ABC):
         """Entered around many reads, by one thread or several: what one opens may stay open for the next. An
         object that is replaced or deleted meanwhile may be read as it was. Stores that open nothing inherit this."""
         return nullcontext()
+
+    def missing_folders(self) -> int:
+        """How many directories are to be made for the root, itself and those above it. Stores without directories
+        inherit this."""
+        return 0
+
+    def remove_folders(self, most: int) -> None:
+        """Takes back, after a failure, up to `most` directories that were made for the root: those, and all below it,
+        in which nothing lies. Never raises. Stores without directories inherit this."""
+        return None
 
     def sync(self) -> None:
         """Makes names durable: after it, sinks closed with `sync` survive a power failure. Stores that need no such

@@ -12,6 +12,7 @@ import msgspec
 
 from hyper_ckpt.contracts.store import ByteStore, Expect
 from hyper_ckpt.engine.save import discard
+from hyper_ckpt.engine.visible import FIRST_PAUSE, LAST_PAUSE
 from hyper_ckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -29,6 +30,7 @@ _OWN_FILE = re.compile(
     r"(?:receipts/)?rank-\d{5,}-([0-9a-f]{16})(?:-[A-Za-z0-9._-]+)?\.(?:safetensors|json)(?:\.tmp-[0-9a-f]+)?"
 )
 _ID = re.compile("[0-9a-f]{16}")
+_SAVE_ID = re.compile(rb'"save_id":"([0-9a-f]{16})"')
 _TEMPORARY_MANIFEST = re.compile(re.escape(MANIFEST_NAME) + r"\.tmp-[0-9a-f]+")
 
 
@@ -107,8 +109,13 @@ def listed_files(manifest: Manifest) -> tuple[str, ...]:
     return tuple(n for n in (*files, *receipts) if manifest.save_id in n) if _ID.fullmatch(manifest.save_id) else ()
 
 
-def publish(store: ByteStore, manifest: bytes, previous: Previous, save_id: str, *, durable: bool) -> None:
-    """The commit point. Then removes what the replaced manifest listed, and nothing else.
+def publish(
+    store: ByteStore, manifest: bytes, previous: Previous, save_id: str, *, durable: bool, seconds: float = 0.0
+) -> None:
+    """The commit point. Then, once the new manifest is seen, removes what the replaced one listed, and nothing else.
+
+    Args:
+        seconds: how long to look for the new manifest, at least once.
 
     Raises:
         CheckpointReplacedError: another saver published here meanwhile.
@@ -125,22 +132,55 @@ def publish(store: ByteStore, manifest: bytes, previous: Previous, save_id: str,
                 "Save again once the cause is mended"
             ) from error
         raise
-    discard(store, previous.names)
+    found = _found_after(store, previous, seconds)
+    if found is None or found == previous.save_id:
+        raise StoreError(
+            f"{store.url}/{MANIFEST_NAME} was published, but is not there: another program removed it, or put the old "
+            "one back. Find out which; save again"
+        )
+    if found == save_id:  # else another saver has replaced it, or the store cannot tell: a later save removes them
+        discard(store, previous.names)
+
+
+def _found_after(store: ByteStore, previous: Previous, seconds: float) -> str | None:
+    """As `published_id`, looked at until it is no longer what was replaced; "" where the store cannot tell."""
+    until, pause = time.monotonic() + seconds, FIRST_PAUSE
+    while True:
+        try:
+            found = published_id(store)
+        except CheckpointError:
+            return ""
+        if found not in (None, previous.save_id) or time.monotonic() >= until:
+            return found
+        time.sleep(pause)
+        pause = min(2 * pause, LAST_PAUSE)
+
+
+def published_id(store: ByteStore) -> str | None:
+    """The save id of the manifest that lies at the path now, "" if it names none; None if there is no manifest.
+
+    Raises:
+        StoreError: the store cannot tell.
+    """
+    try:
+        info = store.stat(MANIFEST_NAME)
+        if info is None:
+            store.read_into(MANIFEST_NAME, [], [])  # to open a file has a network client ask its server
+            info = store.stat(MANIFEST_NAME)
+        head = bytearray(0 if info is None else min(info.size, 256))
+        store.read_into(MANIFEST_NAME, [(0, len(head))], [memoryview(head)])
+    except MissingFileError:
+        return None
+    match = _SAVE_ID.search(head)
+    return match[1].decode() if match else ""
 
 
 def is_published(store: ByteStore, save_id: str) -> bool:
     """Whether the manifest that lies at the path now is this save's. A store that cannot tell counts as yes."""
     try:
-        info = store.stat(MANIFEST_NAME)
-        if info is None:
-            return False
-        head = bytearray(min(info.size, 256))
-        store.read_into(MANIFEST_NAME, [(0, len(head))], [memoryview(head)])
-    except MissingFileError:
-        return False
+        return published_id(store) == save_id
     except Exception:  # nothing may be removed that may be in use
         return True
-    return f'"save_id":"{save_id}"'.encode() in head
 
 
 def discard_failed(store: ByteStore, names: Sequence[str], save_id: str) -> None:

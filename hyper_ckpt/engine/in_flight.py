@@ -5,15 +5,17 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import itertools
+import queue
 import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
 from hyper_ckpt.engine.forks import reset_in_children
+from hyper_ckpt.engine.latch import Latch
 from hyper_ckpt.errors import SaveInFlightError
 
 
@@ -29,10 +31,49 @@ class Background(Protocol):
         """Why it failed, if it did and nobody has been told; from now on somebody was."""
 
 
-class InFlight:
-    """One thread that finishes saves one after another, and the saves that are not over.
+class _Open:
+    """A save that was called, until it is over on this rank.
 
-    Of saves that failed, the failure is kept until somebody is told.
+    Args:
+        number: counts the saves of a platform from 1.
+        save: what was started.
+        finish: does the rest of it, and raises only what interrupts this thread.
+    """
+
+    def __init__(self, number: int, save: Background, finish: Callable[[], None]) -> None:
+        self.number, self.save, self._finish = number, save, finish
+        self.over = Latch()
+        self._takers: list[int] = []  # threads; the first one finishes it
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a thread has begun to finish it."""
+        return bool(self._takers)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether to wait for it. One that this very thread took is not: it is done below, or was interrupted."""
+        return not self.over.is_set() and not (self._takers and self._takers[0] == threading.get_ident())
+
+    def finish(self) -> None:
+        """Finishes it, unless another thread does."""
+        own = threading.get_ident()
+        try:
+            self._takers.append(own)
+            if self._takers[0] == own:
+                self._finish()
+        finally:
+            if self._takers and self._takers[0] == own:
+                self.over.set()
+
+
+class InFlight:
+    """Finishes saves one after another in one thread, and knows those that are not over. Of saves that failed, the
+    failure is kept until somebody is told.
+
+    The caller's thread may be interrupted (KeyboardInterrupt) between any two lines. So it takes no locks here that it
+    could leave taken, a save is open from the one step on that appends it, and whoever waits for a save sees to it
+    that a thread is there which finishes it.
     """
 
     def __init__(self) -> None:
@@ -42,12 +83,10 @@ class InFlight:
 
     def reset_after_fork(self) -> None:
         """The saves of the parent are the parent's, and so is their thread."""
-        self._changed = threading.Condition()
-        self._queue: deque[tuple[Background, Callable[[], None]]] = deque()
-        self._open: list[Background] = []
-        self._ended: list[tuple[int, Background]] = []
-        self._submitted = 0
-        self._thread: threading.Thread | None = None
+        self._saves: list[_Open] = []  # open, or over and not looked at by `failure`
+        self._numbers, self._submitted = itertools.count(1), 0
+        self._arrived: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._working = threading.Lock()  # held by the thread that finishes saves, while it does
         self._closing = False
 
     def wait_over(self, checkpoint_id: str, timeout: float) -> None:
@@ -56,10 +95,9 @@ class InFlight:
         Raises:
             SaveInFlightError: it took longer than `timeout`.
         """
-        with self._changed:
-            if not self._changed.wait_for(
-                lambda: all(save.checkpoint_id != checkpoint_id for save in self._open), _seconds(timeout)
-            ):
+        until = time.monotonic() + _seconds(timeout)
+        for each in self._open():
+            if each.save.checkpoint_id == checkpoint_id and not self._is_over(each, until):
                 raise SaveInFlightError(f"an earlier save to {checkpoint_id} is still in flight after {timeout:g} s")
 
     def wait_room(self, most: int, timeout: float) -> float:
@@ -72,38 +110,25 @@ class InFlight:
             SaveInFlightError: it took longer than `timeout`.
         """
         begin = time.monotonic()
-        with self._changed:
-            if not self._changed.wait_for(lambda: len(self._open) < most, _seconds(timeout)):
+        while len(found := self._open()) >= most:
+            if not self._is_over(found[-most], begin + _seconds(timeout)):
                 raise SaveInFlightError(
-                    f"the save to {self._open[0].checkpoint_id} is still in flight after {timeout:g} s, and "
-                    f"{len(self._open)} of at most {most} saves may be: save less often, or raise max_in_flight"
+                    f"the save to {found[0].save.checkpoint_id} is still in flight after {timeout:g} s, and "
+                    f"{len(found)} of at most {most} saves may be: save less often, or raise max_in_flight"
                 )
         return time.monotonic() - begin
 
     def submit(self, save: Background, finish: Callable[[], None]) -> None:
-        """Queues a save; `finish` does the rest of it and raises nothing. Where the interpreter is ending, or lets no
-        thread begin, it is done at once."""
-        with self._changed:
-            self._submitted += 1
-            self._open.append(save)
-            queued = not self._closing and _watch_exit() and self._has_thread()
-            if queued:
-                self._queue.append((save, finish))
-                self._changed.notify_all()
-        if not queued:
-            finish()
-            self._end(save)
-
-    def _has_thread(self) -> bool:
-        """Whether the thread runs, started if it did not."""
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="hyper-ckpt-saves", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # no memory for one more, or the interpreter is ending
-                return False
-            self._thread = thread
-        return True
+        """Queues a save; `finish` does the rest of it, and raises only what interrupts the thread, e.g. a
+        KeyboardInterrupt. Where the interpreter is ending, or lets no thread begin, it is done at once."""
+        own = _Open(next(self._numbers), save, finish)
+        self._saves.append(own)
+        self._submitted = own.number
+        if self._closing:
+            own.finish()
+        else:
+            self._see_to_it()
+            self._arrived.put(None)
 
     def failure(self, most: int = 1) -> BaseException | None:
         """The failure of an earlier save of which nobody was told yet.
@@ -112,57 +137,77 @@ class InFlight:
             most: as for `wait_room`, which came before: only saves that are over on every rank by now are looked at, so
                 that all ranks hear of a failure in the same call.
         """
-        with self._changed:
-            ended = [each for each in self._ended if each[0] <= self._submitted + 1 - most]
-        for each in ended:
-            error = each[1].unseen_failure()
-            with self._changed:
-                self._ended.remove(each)
-            if error is not None:
-                return error
+        for each in self._saves.copy():
+            if not each.is_open and each.number <= self._submitted + 1 - most:
+                with contextlib.suppress(ValueError):  # another thread looked at it
+                    self._saves.remove(each)
+                error = each.save.unseen_failure()
+                if error is not None:
+                    return error
         return None
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                # A moment, so that the next save finds the thread.
-                if not self._changed.wait_for(lambda: bool(self._queue), _IDLE_SECONDS):
-                    self._thread = None
-                    return
-                save, finish = self._queue.popleft()
-            finish()
-            self._end(save)
-
-    def _end(self, save: Background) -> None:
-        with self._changed:
-            number = self._submitted - len(self._open) + 1
-            self._open.remove(save)
-            self._ended.append((number, save))
-            self._changed.notify_all()
 
     def drain(self) -> None:
         """At the end of the interpreter: waits for what is in flight, as long as its own timeout, and reports."""
-        with self._changed:
-            self._closing = True  # other threads may still call: what they save is done in their time
-        while (first := self._first()) is not None:
-            if not self._has_ended(first):
-                _say(f"the save to {first.checkpoint_id} was not over when the process ended: it is not published")
+        self._closing = True  # other threads may still call: what they save is done in their time
+        while found := self._open():
+            first = found[0]
+            if not self._is_over(first, time.monotonic() + _seconds(first.save.timeout)):
+                _say(f"the save to {first.save.checkpoint_id} was not over when the process ended: it is not published")
                 break
+        self._say_failures()
+
+    def _open(self) -> list[_Open]:
+        """In the order of the calls."""
+        return [each for each in self._saves.copy() if each.is_open]
+
+    def _is_over(self, each: _Open, until: float) -> bool:
+        """Whether it is over before a time of the monotonic clock. Has it finished."""
+        self._see_to_it()
+        return each.over.wait(until - time.monotonic())
+
+    def _see_to_it(self) -> None:
+        """Has a thread finish all saves that are open; if none can be had, this one does."""
+        if self._working.locked() or not self._has_untaken():
+            return
+        try:
+            if _watch_exit():
+                threading.Thread(target=self._run, name="hyper-ckpt-saves", daemon=True).start()
+                return
+        except RuntimeError:  # no memory for one more, or the interpreter is ending
+            pass
+        self._finish_all()
+
+    def _has_untaken(self) -> bool:
+        return any(not each.is_taken for each in self._saves.copy())
+
+    def _finish_all(self) -> None:
+        for each in self._saves.copy():
+            if not each.is_taken:
+                each.finish()
+
+    def _run(self) -> None:
+        """In the thread: finishes saves until there are none for a moment, so that the next save finds it. Of several
+        threads one stays."""
+        while self._has_untaken() and self._working.acquire(blocking=False):
+            try:
+                with contextlib.suppress(queue.Empty):
+                    while True:
+                        with contextlib.suppress(
+                            BaseException
+                        ):  # it interrupted the caller's thread, and was raised there
+                            self._finish_all()
+                        self._arrived.get(timeout=_IDLE_SECONDS)
+            finally:
+                self._working.release()
+
+    def _say_failures(self) -> None:
         while (error := self.failure()) is not None:
             _say(f"a save in the background failed and nobody asked for its result: {type(error).__name__}: {error}")
-
-    def _first(self) -> Background | None:
-        with self._changed:
-            return self._open[0] if self._open else None
-
-    def _has_ended(self, save: Background) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: save not in self._open, _seconds(save.timeout))
 
     def __del__(self) -> None:
         # Nobody can ask any more: a platform that was made for one call, and forgotten.
-        while (error := self.failure()) is not None:
-            _say(f"a save in the background failed and nobody asked for its result: {type(error).__name__}: {error}")
+        if hasattr(self, "_saves"):  # else it was interrupted before it was whole
+            self._say_failures()
 
 
 _ALIVE: weakref.WeakSet[InFlight] = weakref.WeakSet()

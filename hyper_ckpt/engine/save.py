@@ -70,10 +70,11 @@ class WritePiece(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 @dataclass(frozen=True)
 class WriteResult:
-    """What a rank wrote: its receipt, the receipt's digest, and all names, for the case that the save fails."""
+    """What a rank wrote: its receipt, that one's digest and size, and all names, for the case that the save fails."""
 
     receipt: Receipt
     receipt_digest: str
+    receipt_size: int
 
     @property
     def names(self) -> list[str]:
@@ -315,7 +316,7 @@ class _Files:
         if self.job.durable:
             self.job.store.sync()
         self._check_present()
-        return WriteResult(receipt, digest)
+        return WriteResult(receipt, digest, len(data))
 
     def _check_present(self) -> None:
         """What somebody removed meanwhile must not be published.

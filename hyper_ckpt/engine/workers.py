@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+
+from hyper_ckpt.engine.latch import Latch
 
 Task = Callable[[], None]
 
@@ -37,21 +40,26 @@ def run_all(tasks: Iterable[Task], threads: int) -> None:
                 failures.append(error)
 
     helpers = [Worker(work, f"hyper-ckpt-{i}") for i in range(min(threads, len(queue)) - 1)]
-    try:
-        for helper in helpers:
-            helper.start()
-    except RuntimeError:  # the system gives no more threads: go on with those there are
-        pass
-    except BaseException as error:
-        failures.append(error)
-    try:
-        work()
-    except BaseException as error:
-        failures.append(error)
-    for helper in helpers:
-        helper.finish(failures)
+    over = False
+    while not over:  # an interrupt (KeyboardInterrupt), wherever it comes, is a failure, and the helpers are waited for
+        try:
+            if not failures:
+                _start(helpers)
+            work()
+            for helper in helpers:
+                helper.finish(failures)
+            over = True
+        except BaseException as error:
+            failures.append(error)
     if failures:
         raise failures[0]
+
+
+def _start(helpers: Iterable[Worker]) -> None:
+    """Starts them, or as many as the system gives."""
+    with contextlib.suppress(RuntimeError):
+        for helper in helpers:
+            helper.start()
 
 
 class Worker(threading.Thread):
@@ -62,7 +70,7 @@ class Worker(threading.Thread):
 
     def __init__(self, work: Callable[[], None], name: str) -> None:
         super().__init__(name=name, daemon=True)
-        self._work, self._over = work, threading.Event()
+        self._work, self._over = work, Latch()
 
     def run(self) -> None:
         try:

@@ -10,11 +10,11 @@ from hyper_ckpt.engine.commit import look
 from hyper_ckpt.engine.digest import block_digest
 from hyper_ckpt.engine.save import discard
 from hyper_ckpt.engine.stored import check_file, read_receipt
+from hyper_ckpt.engine.visible import Expected, require_visible
 from hyper_ckpt.engine.workers import Task, default_threads, run_all
 from hyper_ckpt.errors import CheckpointError, CheckpointExistsError, DigestError, ManifestError
 from hyper_ckpt.manager.listing import entry_at, is_part
 from hyper_ckpt.manager.note import NOTE_NAME
-from hyper_ckpt.manager.removal import remove_empty
 from hyper_ckpt.manifest import MANIFEST_NAME, Manifest
 from hyper_ckpt.receipt import BLOCK_BYTES, FileRecord, Receipt, decode_receipt, receipt_name
 from hyper_ckpt.registry import registry
@@ -77,10 +77,11 @@ class _Copying:
         self._copied = 0
         self._lock = threading.Lock()
         self._sinks: dict[str, Sink] = {}
-        self._made: list[str] = []
+        self._made: dict[str, int] = {}
 
     def run(self, threads: int) -> int:
         """Copies all of it, or removes what was copied."""
+        missing = self._write.missing_folders()
         try:
             receipts = self._receipts()
             for record in self._manifest.files:
@@ -92,14 +93,19 @@ class _Copying:
             for sink in self._sinks.values():
                 sink.close(sync=True)
             self._copy_small()
+            require_visible(self._write, self._expected(), 0.0, threads)
             self._write.publish(MANIFEST_NAME, self._manifest.data, Expect.ABSENT, sync=True)
         except BaseException:
             for sink in self._sinks.values():
                 sink.abort()
-            discard(self._write, self._made)
-            remove_empty(self._write)
+            discard(self._write, [*self._made])
+            self._write.remove_folders(missing)
             raise
         return self._total
+
+    def _expected(self) -> list[Expected]:
+        files = [Expected(f.name, f.size, 0) for f in self._manifest.files]
+        return files + [Expected(name, size, 0) for name, size in self._made.items()]
 
     def _receipts(self) -> list[Receipt]:
         """All receipts, whose pieces make up all bytes of the files."""
@@ -153,5 +159,5 @@ class _Copying:
             self._publish(NOTE_NAME, self._read.read(NOTE_NAME))
 
     def _publish(self, name: str, data: bytes) -> None:
-        self._made.append(name)
+        self._made[name] = len(data)
         self._write.publish(name, data, Expect.ANY, sync=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from hyper_ckpt.errors import CheckpointError, CheckpointNotFoundError, SaveInFlightError
-from hyper_ckpt.manager.note import Note
+from hyper_ckpt.manager.note import NOTE_NAME, Note
 from hyper_ckpt.manager.removal import clean
 from hyper_ckpt.manager.retention import Retention
 from hyper_ckpt.manager.run import Run
@@ -42,6 +42,15 @@ class Keeper:
             if old is not None or note != Note():
                 pinned = note.pinned or (old is not None and old.pinned)
                 self._run.write_note(folder, msgspec.structs.replace(note, pinned=pinned), durable)
+
+    def forget(self, step: int) -> None:
+        """Removes the note of a step whose save failed, unless something else of a checkpoint lies there. Never
+        raises."""
+        folder = self._run.folder(step)
+        with self._lock, contextlib.suppress(CheckpointError):
+            names = set(self._run.store.list(f"{folder}/"))
+            if names <= {f"{folder}/{NOTE_NAME}"}:
+                self._run.store.delete(f"{folder}/{NOTE_NAME}")
 
     def set_pin(self, step: int, pinned: bool) -> None:
         """See `CheckpointManager.pin`."""

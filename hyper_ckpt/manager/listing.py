@@ -15,9 +15,14 @@ from hyper_ckpt.manager.note import NOTE_NAME, Note, read_note
 from hyper_ckpt.manifest import FORMAT, MANIFEST_NAME, Manifest
 from hyper_ckpt.storage.alone import find_alone
 from hyper_ckpt.storage.local_store import LocalStore
+from hyper_ckpt.storage.names import is_temporary
 from hyper_ckpt.storage.syscalls import store_error
 
 _PART = re.compile(r"rank-\d{5,}-[0-9a-f]{16}(-[A-Za-z0-9._-]+)?\.safetensors|receipts/rank-\d{5,}-[0-9a-f]{16}\.json")
+
+
+STEP_FOLDER = re.compile(r"step-([0-9]{1,18})")
+"""How a run names the folder of a step."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +158,7 @@ def _entry(store: ByteStore, folder: str, names: set[str]) -> Entry | None:
             state = "newer" if isinstance(error, VersionError) else "damaged"
             return replace(_with_totals(store, prefix, parts, empty), state=state, problem=str(error))
     if not parts:
-        return None
+        return _unfinished(store, folder, names, empty)
     try:
         alone = find_alone(store, prefix)
         if alone is not None:
@@ -164,6 +169,30 @@ def _entry(store: ByteStore, folder: str, names: set[str]) -> Entry | None:
         return replace(_with_totals(store, prefix, parts, empty), state="damaged", problem=str(error))
     problem = f"there is no {MANIFEST_NAME}: the save did not finish, or is still running"
     return replace(_with_totals(store, prefix, parts, empty), problem=problem)
+
+
+def _unfinished(store: ByteStore, folder: str, names: set[str], empty: Entry) -> Entry | None:
+    """What a save that failed or died early left: a step's folder that is empty, or has nothing but a note or
+    temporaries. None for other folders."""
+    if not is_left_empty(folder, names):
+        return None
+    problem = "nothing was saved here: the save failed or was killed early, or is still running"
+    found = _with_totals(store, "", sorted(f"{folder}/{n}" for n in names), empty)
+    return replace(found, created=found.created or folder_modified(empty.path), problem=problem)
+
+
+def is_left_empty(folder: str, names: set[str]) -> bool:
+    """Whether a folder below a root is as saves leave it that wrote nothing of a checkpoint."""
+    only_own = all(name in (NOTE_NAME, "receipts") or is_temporary(name) for name in names)
+    return only_own and bool(STEP_FOLDER.fullmatch(folder))
+
+
+def folder_modified(path: str) -> float:
+    """When something was last made or removed in a directory, in seconds since the epoch; 0 where there is none."""
+    try:
+        return os.stat(path, follow_symlinks=False).st_mtime
+    except (OSError, ValueError):
+        return 0.0
 
 
 def _complete(store: ByteStore, prefix: str, names: set[str], manifest: Manifest, empty: Entry) -> Entry:

@@ -166,7 +166,8 @@ class CheckpointManager:
         """
         with self._starting(step):
             platform = self._begin(step, state, metrics, pinned, options)
-            found = save(state, self._run.path(step), platform=platform, **{"overwrite": True, **options})
+            with self._noted(step, platform):
+                found = save(state, self._run.path(step), platform=platform, **{"overwrite": True, **options})
         if platform.ranks.rank == 0:
             self._keeper.tidy(step)
             self._warn()
@@ -185,13 +186,14 @@ class CheckpointManager:
         new checkpoint is complete. Arguments and errors are those of `save`."""
         with self._starting(step):
             platform = self._begin(step, state, metrics, pinned, options)
-            handle = async_save(state, self._run.path(step), platform=platform, **{"overwrite": True, **options})
+            with self._noted(step, platform):
+                handle = async_save(state, self._run.path(step), platform=platform, **{"overwrite": True, **options})
             # The failures of older ones were raised by this call.
             most = options["options"].max_in_flight if options.get("options") else 1
             keep = [o for i, o in enumerate(self._open) if i >= len(self._open) - most or not o[1].done()]
             self._open = [*keep, (step, handle)]  # a new list: the background looks at it
         if platform.ranks.rank == 0:
-            handle.add_done_callback(lambda error: None if error else self._keeper.tidy(step))
+            handle.add_done_callback(lambda error: self._keeper.forget(step) if error else self._keeper.tidy(step))
         return handle
 
     def restore(
@@ -352,6 +354,16 @@ class CheckpointManager:
             yield
         finally:
             self._started = ()
+
+    @contextmanager
+    def _noted(self, step: int, platform: Platform) -> Iterator[None]:
+        """While a step is saved that was noted: the note of a save that fails is taken back."""
+        try:
+            yield
+        except BaseException:
+            if platform.ranks.rank == 0:
+                self._keeper.forget(step)
+            raise
 
     def _platform_of(self, state: Mapping[Any, Any], *, saves: bool = False) -> Platform:
         """The platform of a call. One process may make the manager before it has any tensor."""

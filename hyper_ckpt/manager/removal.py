@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hyper_ckpt.contracts.store import ByteStore, Expect, ObjectInfo, Sink
 from hyper_ckpt.engine.commit import listed_files, look, remove_leftovers
 from hyper_ckpt.errors import CheckpointError, CheckpointNotFoundError, MissingFileError, StoreError
-from hyper_ckpt.manager.listing import folders, is_part
+from hyper_ckpt.manager.listing import folder_modified, folders, is_left_empty, is_part
 from hyper_ckpt.manager.note import NOTE_NAME
 from hyper_ckpt.manifest import FORMAT, MANIFEST_NAME, Manifest
 from hyper_ckpt.registry import registry
@@ -96,7 +96,12 @@ def clean(
     gone: list[Leftover] = []
     problems: list[str] = []
     for folder, names in sorted(folders(root).items()):
-        if folder in skip or not any(is_own(n) or is_temporary(n) for n in names):
+        if folder in skip:
+            continue
+        if is_left_empty(folder, names) and not names - {"receipts"}:
+            gone += _remove_left_empty(root, folder, age, dry_run)
+            continue
+        if not any(is_own(n) or is_temporary(n) for n in names):
             continue
         store = registry().store(f"{root.url.rstrip('/')}/{folder}" if folder else root.url)
         view = _Removing(store, dry_run)
@@ -110,6 +115,16 @@ def clean(
         if view.removed and not dry_run and folder:
             remove_empty(store)
     return gone, problems
+
+
+def _remove_left_empty(root: ByteStore, folder: str, age: float, dry_run: bool) -> list[Leftover]:
+    """Removes the directory of a step in which nothing lies, if it is old enough."""
+    path = f"{root.url.rstrip('/')}/{folder}"
+    if time.time() - folder_modified(path) <= age:
+        return []
+    if not dry_run:
+        registry().store(path).remove_folders(1)
+    return [Leftover(folder, 0)]
 
 
 def _remove_notes(view: _Removing, names: Collection[str], age: float) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from hyper_ckpt.errors import CheckpointNotFoundError
-from hyper_ckpt.manager.listing import Entry, entry_of, folders
+from hyper_ckpt.manager.listing import STEP_FOLDER, Entry, entry_of, folders
 from hyper_ckpt.manager.note import NOTE_NAME, Note, read_note, write_note
 from hyper_ckpt.manager.removal import remove_checkpoint
 from hyper_ckpt.manager.retention import Kept, Retention
 from hyper_ckpt.manifest import MANIFEST_NAME
 from hyper_ckpt.registry import registry
-
-_FOLDER = re.compile(r"step-([0-9]{1,18})")
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ class Run:
         found: dict[int, tuple[str, set[str]]] = {}
         everything = folders(self.store)
         for folder, names in everything.items():
-            match = _FOLDER.fullmatch(folder)
+            match = STEP_FOLDER.fullmatch(folder)
             if match is None:
                 continue
             step = int(match[1])

@@ -24,6 +24,7 @@ from hyper_ckpt.storage.syscalls import naming
 # Another process may remove an emptied directory between our making it and our using it.
 _ATTEMPTS = 10
 _MOST_OPEN = 32
+_Folders = list[str]
 
 
 class LocalStore(ByteStore):
@@ -53,8 +54,8 @@ class LocalStore(ByteStore):
 
     def create(self, name: str, size: int) -> Sink:
         path = self._path(name)
-        with naming("creating", path, f" ({size:,} bytes wanted)"):
-            fd = self._open_new(path)
+        with naming("creating", path, f" ({size:,} bytes wanted)"), self._made_folders() as made:
+            fd = self._open_new(path, made)
             try:
                 syscalls.preallocate(fd, size)
             except BaseException:
@@ -125,9 +126,9 @@ class LocalStore(ByteStore):
         """See `ByteStore.publish`. Where only the sync of directories fails, the object is in place all the same."""
         path = self._path(name)
         temporary = self._path(temporary_name(name))
-        with naming("publishing", path):
+        with naming("publishing", path), self._made_folders() as made:
             try:
-                etag = self._write_whole(temporary, data, sync)
+                etag = self._write_whole(temporary, data, sync, made)
                 if expect is Expect.ABSENT:
                     atomic.link_new(temporary, path, self._warn_unguarded)
                 else:
@@ -155,12 +156,41 @@ class LocalStore(ByteStore):
     def _path(self, name: str) -> str:
         return os.path.join(self.url, check_name(name))
 
-    def _open_new(self, path: str) -> int:
-        """Opens a new file, in directories made on the way, and notes what is to be synced."""
+    def missing_folders(self) -> int:
+        folder, missing = self.url, 0
+        while not os.path.isdir(folder) and folder != os.path.dirname(folder):
+            folder, missing = os.path.dirname(folder), missing + 1
+        return missing
+
+    def remove_folders(self, most: int) -> None:
+        if most < 1:
+            return
+        with contextlib.suppress(OSError):  # not empty, or not ours to remove: it stays
+            for folder, _, _ in os.walk(self.url, topdown=False):
+                os.rmdir(folder)
+            folder = self.url
+            for _ in range(most - 1):
+                folder = os.path.dirname(folder)
+                os.rmdir(folder)
+
+    @contextlib.contextmanager
+    def _made_folders(self) -> Iterator[_Folders]:
+        """A list for directories that are made inside; if that fails, they are removed."""
+        made: _Folders = []
+        try:
+            yield made
+        except BaseException:
+            with contextlib.suppress(OSError):  # another saver put something there
+                for folder in reversed(made):
+                    os.rmdir(folder)
+            raise
+
+    def _open_new(self, path: str, made: _Folders) -> int:
+        """Opens a new file, in directories made on the way and added to `made`, and notes what is to be synced."""
         folder = os.path.dirname(path)
         attempts = _ATTEMPTS
         while True:
-            self._make_directories(folder)
+            self._make_directories(folder, made)
             try:
                 fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             except FileNotFoundError:
@@ -171,7 +201,7 @@ class LocalStore(ByteStore):
                 self._note_unsynced(folder)
                 return fd
 
-    def _make_directories(self, folder: str) -> None:
+    def _make_directories(self, folder: str, made: _Folders) -> None:
         missing = []
         while not os.path.isdir(folder) and folder != os.path.dirname(folder):
             missing.append(folder)
@@ -181,15 +211,16 @@ class LocalStore(ByteStore):
                 os.mkdir(each)
             except (FileExistsError, FileNotFoundError):
                 continue  # somebody else made it, or removed the one above: the open that follows will tell
+            made.append(each)
             self._note_unsynced(os.path.dirname(each))
 
     def _note_unsynced(self, folder: str) -> None:
         with self._unsynced_lock:
             self._unsynced.add(folder)
 
-    def _write_whole(self, path: str, data: bytes, sync: bool) -> str:
+    def _write_whole(self, path: str, data: bytes, sync: bool, made: _Folders) -> str:
         """Writes a new file and returns its etag."""
-        fd = self._open_new(path)
+        fd = self._open_new(path, made)
         try:
             syscalls.write_all(fd, 0, memoryview(data))
             if sync:

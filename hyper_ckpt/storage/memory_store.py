@@ -111,6 +111,11 @@ class MemoryStore(ByteStore):
             keys = sorted(self._bucket.objects)
         return [key[len(self._root) :] for key in keys if key.startswith(self._root + prefix)]
 
+    def list_sizes(self) -> dict[str, int]:
+        with self._bucket.lock:
+            found = {key: held.info.size for key, held in self._bucket.objects.items()}
+        return {key[len(self._root) :]: size for key, size in found.items() if key.startswith(self._root)}
+
     def delete(self, name: str) -> None:
         key = self._key(name)
         with self._bucket.lock:

@@ -1,4 +1,4 @@
-"""Stores that count, fail or die on purpose, around any other store.
+"""Stores that count, fail, show late or die on purpose, around any other store.
 
 Each sees every operation on the store and on its sinks as an `Operation`, before it happens. They take the inner
 store's place anywhere: a save or load that is given one doesn't know.
@@ -11,6 +11,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from hyper_ckpt.contracts.store import Bytes, ByteStore, Expect, ObjectInfo, Sink
+from hyper_ckpt.errors import MissingFileError
 from hyper_ckpt.storage.buffers import as_bytes
 from hyper_ckpt.storage.names import temporary_name
 
@@ -83,6 +85,9 @@ class WrapperStore(ByteStore):
     def list(self, prefix: str = "") -> list[str]:
         return self.run("list", prefix, lambda: self.inner.list(prefix))
 
+    def list_sizes(self) -> dict[str, int] | None:
+        return self.run("list", "", self.inner.list_sizes)
+
     def delete(self, name: str) -> None:
         self.run("delete", name, lambda: self.inner.delete(name))
 
@@ -101,6 +106,12 @@ class WrapperStore(ByteStore):
             return self.inner.publish(name, data, expect, sync=sync)
 
         return self.run("publish", name, whole, nbytes=len(data), part=part)
+
+    def missing_folders(self) -> int:
+        return self.inner.missing_folders()
+
+    def remove_folders(self, most: int) -> None:
+        self.inner.remove_folders(most)
 
     def sync(self) -> None:
         self.run("sync", "", self.inner.sync)
@@ -195,6 +206,62 @@ class FaultyStore(WrapperStore):
         if error is not None:
             self.fired.append(operation)
             raise error
+
+
+class LateStore(WrapperStore):
+    """Shows late what others wrote, as a client of a network file system may: objects that this very store did not
+    write are not there for it until they are old enough. Its listings are remembered as long, in no order.
+
+    Args:
+        inner: the store that does the work, and that knows at once.
+        seconds: how old an object must be.
+        clock: what tells the time that `ObjectInfo.modified` is compared with.
+    """
+
+    def __init__(self, inner: ByteStore, seconds: float, clock: Callable[[], float] = time.time) -> None:
+        super().__init__(inner)
+        self._seconds, self._clock = seconds, clock
+        self._own: set[str] = set()
+        self._listed: tuple[float, dict[str, int]] | None = None
+
+    def create(self, name: str, size: int) -> Sink:
+        self._own.add(name)
+        return super().create(name, size)
+
+    def publish(self, name: str, data: bytes, expect: Expect | str, *, sync: bool) -> str:
+        etag = super().publish(name, data, expect, sync=sync)
+        self._own.add(name)
+        return etag
+
+    def stat(self, name: str) -> ObjectInfo | None:
+        info = super().stat(name)
+        return info if info is not None and self._shows(name, info) else None
+
+    def read(self, name: str) -> bytes:
+        self._refuse_unseen(name)
+        return super().read(name)
+
+    def read_into(self, name: str, ranges: Sequence[tuple[int, int]], buffers: Sequence[memoryview]) -> None:
+        self._refuse_unseen(name)
+        super().read_into(name, ranges, buffers)
+
+    def list(self, prefix: str = "") -> list[str]:
+        return [name for name in self.list_sizes() if name.startswith(prefix)]
+
+    def list_sizes(self) -> dict[str, int]:
+        now = self._clock()
+        if self._listed is None or now - self._listed[0] >= self._seconds:
+            found = [(name, self.stat(name)) for name in reversed(super().list())]
+            self._listed = now, {name: info.size for name, info in found if info is not None}
+        return self._listed[1]
+
+    def _shows(self, name: str, info: ObjectInfo) -> bool:
+        return name in self._own or self._clock() - info.modified >= self._seconds
+
+    def _refuse_unseen(self, name: str) -> None:
+        info = self.inner.stat(name)
+        if info is not None and not self._shows(name, info):
+            raise MissingFileError(f"reading {self.url}/{name} failed: it is not shown yet")
 
 
 class Killed(BaseException):

@@ -152,7 +152,7 @@ def test_an_interrupt_while_copying_is_not_kept(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(KeyboardInterrupt):
             async_save({"x": np.ones(9)}, tmp_path / "c", platform=platform)
     in_flight(platform).wait_room(1, 30)
-    assert isinstance(in_flight(platform).failure(), KeyboardInterrupt)
+    assert in_flight(platform).failure() is None, "it was raised where it came"
     save({"x": np.ones(9)}, tmp_path / "c", platform=platform)
 
 

@@ -25,7 +25,9 @@ def tops(modules: set[str]) -> set[str]:
 def test_importing_the_package_loads_next_to_nothing() -> None:
     found = loaded_by("import hyper_ckpt")
     assert not tops(found) & (FRAMEWORKS | LATER | {"numpy", "msgspec", "pluggy"})
-    assert {m for m in found if m.startswith("hyper_ckpt.")} == {"hyper_ckpt.version"}
+    assert {m for m in found if m.startswith("hyper_ckpt.")} == {
+        f"hyper_ckpt.{name}" for name in ("errors", "system_errors", "version")
+    }
 
 
 @pytest.mark.parametrize(

@@ -151,8 +151,8 @@ def test_a_rank_that_hangs_while_it_writes(tmp_path: Path, overwrite: bool) -> N
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_rank_0_hangs_around_the_commit_point(tmp_path: Path, after: bool) -> None:
-    """The others give up. They cannot know whether the checkpoint was, or will be, published: their files must stay."""
+def test_rank_0_hangs_around_the_commit_point(tmp_path: Path, after: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The others give up, and look: where it is published they return. Else it may still be: their files must stay."""
     path = tmp_path / "ckpt"
     run_world(WORLD, lambda p: save(part(1, p.ranks.rank, WORLD), path, platform=p))
     blocked, gate = Blocked("publish", "manifest.json", after=after), threading.Barrier(WORLD - 1)
@@ -178,9 +178,43 @@ def test_rank_0_hangs_around_the_commit_point(tmp_path: Path, after: bool) -> No
     errors = run_world(WORLD, rank_main)
     assert there == [2 if after else 1]
     assert errors[0] is None
-    assert {e.ranks for e in errors[1:]} == {(0,)}
+    if after:
+        assert errors[1:] == [None, None]
+    else:
+        assert {e.ranks for e in errors[1:]} == {(0,)}
+        assert all("not published when looked at" in str(e) for e in errors[1:])
+    assert "ranks 1, 2 gave up waiting" in caplog.text, "rank 0 tells who was late"
     assert_holds(path, 2)
     assert_no_leftovers(path)
+
+
+def test_rank_0_publishes_nothing_once_the_others_have_given_up(tmp_path: Path) -> None:
+    """It hangs while it looks at what they wrote."""
+    path = tmp_path / "ckpt"
+    run_world(WORLD, lambda p: save(part(1, p.ranks.rank, WORLD), path, platform=p))
+    gate, looked = threading.Barrier(WORLD - 1), threading.Event()
+    release = threading.Event()
+
+    def hook(kind: str, name: str) -> None:
+        if kind == "stat" and name.startswith("receipts/rank-00001"):
+            looked.set()
+            assert release.wait(30)
+
+    def rank_main(platform: Platform) -> BaseException:
+        rank = platform.ranks.rank
+        url = through(path, (lambda s: Hooked(s, hook)) if rank == 0 else lambda s: s)
+        error = caught(lambda: save(part(2, rank, WORLD), url, platform=platform, timeout=TIMEOUT, overwrite=True))
+        if rank != 0:
+            gate.wait(20)
+            release.set()
+        meets_again(platform, tmp_path / "next")
+        return error
+
+    errors = run_world(WORLD, rank_main)
+    assert looked.is_set()
+    assert {type(e) for e in errors} == {RankTimeoutError}
+    assert [e.ranks for e in errors] == [(1, 2), (0,), (0,)]
+    assert_holds(path, 1)
 
 
 def test_rank_0_is_so_slow_that_the_others_give_up_before_it_counts(tmp_path: Path) -> None:

@@ -36,6 +36,10 @@ def holds(store: ByteStore, name: str, data: bytes, promised: str) -> None:
 def lists(store: ByteStore, wanted: list[str], promised: str, prefix: str = "") -> None:
     got = store.list(prefix)
     expect(got == wanted, f"{promised}: list({prefix!r}) gives {wanted}", f"{got}", "correct list, or what it shows")
+    sizes = store.list_sizes() if not prefix else None
+    if sizes is not None:
+        there = {name: info.size for name in wanted if (info := store.stat(name)) is not None}
+        expect(sizes == there, f"{promised}: list_sizes() gives {there}", f"{sizes}", "correct it, or return None")
 
 
 @objects
