@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from hyper_ckpt.engine.forks import reset_in_children
 from hyper_ckpt.errors import SaveInFlightError
+from hyper_ckpt.fork_safety import reset_in_children
 
 
 class Background(Protocol):
