@@ -100,8 +100,8 @@ def listen(host: str, port: int) -> socket.socket:
             continue
         if ipaddress.ip_address(address[0]).is_unspecified:
             warnings.warn(
-                f"the key-value store of rank 0 listens on all interfaces ({chosen}): whoever can reach this host can "
-                f"connect to it, though not without the job's token. {LISTEN_VARIABLE} narrows it to one address",
+                f"the key-value store of rank 0 listens on all interfaces ({chosen}): all that can reach this host "
+                f"can try to connect, though not without the job's token. {LISTEN_VARIABLE} narrows it to one address",
                 stacklevel=2,
             )
         return listener

@@ -49,8 +49,10 @@ class Connection:
         Raises:
             TimeoutError, OSError, NotServedError: it does not answer, is not there, is another one.
         """
-        wait = _remaining(deadline)
-        connected = socket.create_connection((address.host, address.port), wait)
+        if time.monotonic() >= deadline:
+            raise TimeoutError
+        # A timeout of 0 would mean not to wait for the connection at all.
+        connected = socket.create_connection((address.host, address.port), max(_remaining(deadline), 0.001))
         try:
             wire.prepare(connected)
             made = cls(connected)

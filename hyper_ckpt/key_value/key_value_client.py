@@ -69,7 +69,7 @@ class KeyValueClient(KeyValueStore):
 
 
 class _Link:
-    """The connection that all threads of a rank share, made anew where it has broken."""
+    """The connection that all threads of a rank share, made again where it has broken."""
 
     def __init__(self, address: Address) -> None:
         self._address = address

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from hyper_ckpt.contracts.platform import KeyValueStore
 from hyper_ckpt.errors import PlatformError
 from hyper_ckpt.fork_safety import reset_in_children
-from hyper_ckpt.key_value.addresses import Address, listen
+from hyper_ckpt.key_value.addresses import Address, listen, own_address
 from hyper_ckpt.key_value.in_process import InProcessKeyValueStore
 from hyper_ckpt.key_value.server_loop import ServerLoop
 
@@ -30,10 +30,10 @@ class KeyValueServer(KeyValueStore):
 
     def __init__(self, host: str, port: int = 0, token: str | None = None) -> None:
         listener = listen(host, port)
-        port = listener.getsockname()[1]
+        bound, port = listener.getsockname()[:2]
         self.address = Address(host, port) if token is None else Address(host, port, token)
-        self.own_address = host
-        """Where other ranks reach this process."""
+        self.own_address: str = own_address(host) if bound in ("0.0.0.0", "::") else bound
+        """This host's address towards the others."""
         self._store = InProcessKeyValueStore()
         self._loop = ServerLoop(listener, self._store, self.address.token.encode())
         thread = threading.Thread(target=self._loop.run, name="hyper-ckpt-key-value", daemon=True)

@@ -149,7 +149,7 @@ class ServerLoop:
             connection, _ = self._listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                # No descriptor is left: a stranger gives way, and nobody is let in for a moment.
+                # No descriptor is left: a stranger gives way, and no peer is let in for a moment.
                 if self._strangers:
                     self._drop(next(iter(self._strangers)))
                 self._selector.unregister(self._listener)
@@ -231,7 +231,7 @@ class ServerLoop:
             if waiting.over:
                 continue
             found = self._store.found_or_watched(waiting.watch)
-            if found:  # else it was deleted again meanwhile: it waits on
+            if found:  # else it has been deleted again, and the call waits on
                 self._end_waiting(waiting, found)
 
     def _answer_late(self) -> None:

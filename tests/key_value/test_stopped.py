@@ -32,6 +32,12 @@ def address_of(process: subprocess.Popen[bytes]) -> Address:
     return Address.decoded(process.stdout.readline())
 
 
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Returns when all its threads have stopped."""
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+
+
 def calls(client: KeyValueClient) -> dict[str, Callable[[], object]]:
     return {
         "set": lambda: client.set("key", b"1"),
@@ -49,7 +55,7 @@ def test_calls_on_a_stopped_server_end_and_later_ones_find_it_again(process: sub
     patience = 20.0
     client = KeyValueClient(address, lambda: patience)
     client.set("key", b"1")
-    os.kill(process.pid, signal.SIGSTOP)
+    stop(process)
     patience = 0.3
     for name, call in calls(client).items():
         with pytest.raises(RankTimeoutError, match="has not answered") as caught:
@@ -74,7 +80,7 @@ def test_calls_on_a_stopped_server_end_and_later_ones_find_it_again(process: sub
 def test_what_no_longer_fits_into_the_kernels_buffers_ends_too(process: subprocess.Popen[bytes]) -> None:
     client = KeyValueClient(address_of(process), lambda: 0.3)
     client.within(lambda: 20.0).set("key", b"1")
-    os.kill(process.pid, signal.SIGSTOP)
+    stop(process)
     for _ in range(3):
         with pytest.raises(RankTimeoutError):
             client.set("large", bytes(30 << 20))
