@@ -125,8 +125,8 @@ def call_without_rank_zero(rank: int, world_size: int, root: str, call: str, whe
 def test_a_stopped_rank_zero_is_named_by_all_others(tmp_path: Path, call: str, where: str) -> None:
     launch(3, call_without_rank_zero, (str(tmp_path), call, where), timeout=50, expect={0: -signal.SIGKILL})
     outcomes = {Path(tmp_path / f"rank{rank}").read_text() for rank in (1, 2)}
-    # At the end the others know already that all is well.
-    assert outcomes == {"returned" if where == "parting" else "RankTimeoutError (0,)"}
+    # At the very end it is a matter of moments whether the others have heard that all is well.
+    assert outcomes <= {"RankTimeoutError (0,)"} | ({"returned"} if where == "parting" else set())
     assert where != "parting" or call != "save" or hyper_ckpt.verify(tmp_path / "step-2").ok
 
 
