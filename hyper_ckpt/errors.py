@@ -45,9 +45,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hyper_ckpt.text import clean_lines
+
 
 class CheckpointError(Exception):
-    """Base of all errors of this library."""
+    """Base of all errors of this library.
+
+    Its text may hold names from files and words of other ranks: nothing in it moves a terminal's cursor or the like.
+    """
+
+    def __str__(self) -> str:
+        return clean_lines(super().__str__())
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):

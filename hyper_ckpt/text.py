@@ -10,6 +10,11 @@ def clean(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def clean_lines(text: str) -> str:
+    """`text` cleaned line by line: of all controls only line ends remain."""
+    return text if text.isprintable() else "\n".join(map(clean, text.split("\n")))
+
+
 def size(nbytes: int) -> str:
     """Bytes, in three digits and a unit."""
     amount, unit = float(nbytes), "B"

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from hyper_ckpt.contracts.platform import Mailbox, Ranks
+from hyper_ckpt.contracts.platform import KeyValueStore
+from hyper_ckpt.errors import RankTimeoutError
 
 BEAT_SECONDS = 2.0
 SILENT_SECONDS = 60.0
@@ -16,7 +17,7 @@ interpreter's lock for a while, e.g. in a compiler."""
 
 
 @contextmanager
-def beating(mailbox: Mailbox, key: str) -> Iterator[None]:
+def beating(store: KeyValueStore, key: str) -> Iterator[None]:
     """Puts a new number under `key` every two seconds."""
     over = threading.Event()
 
@@ -24,8 +25,10 @@ def beating(mailbox: Mailbox, key: str) -> Iterator[None]:
         number = 1
         while not over.wait(BEAT_SECONDS):
             try:
-                mailbox.set(key, b"%d" % number)
-            except Exception:  # whoever hosts it is gone: the operation will say so
+                store.set(key, b"%d" % number)
+            except RankTimeoutError:  # its host is stopped, and may go on
+                continue
+            except Exception:  # its host is gone: the operation will say so
                 return
             number += 1
 
@@ -34,26 +37,26 @@ def beating(mailbox: Mailbox, key: str) -> Iterator[None]:
         with suppress(RuntimeError):  # the system gives no more threads: whoever was never heard is not taken for dead
             thread.start()
         if thread.ident is not None:
-            mailbox.set(key, b"0")
+            store.set(key, b"0")
         yield
     finally:
         over.set()
         if thread.ident is not None:
             thread.join()
         with suppress(Exception):
-            mailbox.delete(key)
+            store.delete(key)
 
 
 class Listener:
     """Listens for the beats of other ranks.
 
     Args:
-        ranks: whose mailbox to look into.
+        store: where beats stand.
         key_of: where each rank puts its beats.
     """
 
-    def __init__(self, ranks: Ranks, key_of: Callable[[int], str]) -> None:
-        self._ranks, self._key_of = ranks, key_of
+    def __init__(self, store: KeyValueStore, key_of: Callable[[int], str]) -> None:
+        self._store, self._key_of = store, key_of
         self._heard: dict[int, tuple[bytes, float]] = {}
         self._next = 0.0
         self.dead_ranks: set[int] = set()
@@ -64,8 +67,9 @@ class Listener:
         if now < self._next:
             return False
         self._next = now + BEAT_SECONDS / 2
+        found = self._store.get_many([self._key_of(rank) for rank in ranks])
         for rank in ranks:
-            beat = self._ranks.mailbox.get(self._key_of(rank))
+            beat = found.get(self._key_of(rank))
             if beat is not None and (rank not in self._heard or self._heard[rank][0] != beat):
                 self._heard[rank] = (beat, now)
         self.dead_ranks = {r for r in ranks & self._heard.keys() if now - self._heard[r][1] > SILENT_SECONDS}

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import msgspec
 
 from hyper_ckpt.agreement.exchange import Exchange
 from hyper_ckpt.agreement.heartbeat import SILENT_SECONDS, Listener, beating
-from hyper_ckpt.agreement.verdict import Verdict, Vote, is_interrupt, names, printable, rebuild, report, vote_of
-from hyper_ckpt.contracts.platform import Ranks
+from hyper_ckpt.agreement.verdict import Verdict, Vote, is_interrupt, names, rebuild, report, unpack, vote_of
+from hyper_ckpt.contracts.platform import KeyValueStore, Ranks
 from hyper_ckpt.description import Description, World
-from hyper_ckpt.errors import CheckpointError, RanksDisagreeError, RankTimeoutError
+from hyper_ckpt.errors import CheckpointError, RankFailedError, RanksDisagreeError, RankTimeoutError
+from hyper_ckpt.text import clean
 
 PARTING_SECONDS = 5.0
 """How long rank 0 stays at the end of an operation for ranks that do not say that they heard how it ended."""
-# Looks into the mailbox are a little further apart each time: a long wait costs nothing, a short one little.
-_FIRST_POLL, _LAST_POLL = 0.0002, 0.05
+SLICE_SECONDS = 1.0
+"""Waiting is done in slices, between which dead ranks are looked for."""
+LATE_SECONDS = 2.0
+"""How long a call on the key-value store waits for its answer once the deadline is over."""
+_PAUSE_SECONDS = 0.02
+_KEPT_INCOMPLETE = 16
 
 
 class StoppedError(CheckpointError):
@@ -41,29 +49,32 @@ def in_step(ranks: Ranks, number: int, call: str, timeout: float) -> int:
     ranks.timeout = timeout
     if ranks.world_size == 1:
         return number
-    mailbox, peer, call = ranks.mailbox, 1 if ranks.rank == 0 else 0, printable(call)
-    limit, pause = time.monotonic() + timeout, _FIRST_POLL
-    while (data := mailbox.get(f"hyper-ckpt/at/{peer}")) is not None and time.monotonic() < limit:
-        theirs, their_call = msgspec.msgpack.decode(data, type=tuple[int, str])
-        if theirs >= number and their_call != call and _is_over(ranks, theirs):
-            pause = _sleep(pause)
+    limit = time.monotonic() + timeout
+    store = ranks.key_value_store.within(lambda: max(limit - time.monotonic(), LATE_SECONDS))
+    peer, call = 1 if ranks.rank == 0 else 0, clean(call)
+    while (data := store.get(f"hyper-ckpt/at/{peer}")) is not None and time.monotonic() < limit:
+        theirs, their_call = unpack(data, tuple[int, str], peer)
+        if theirs >= number and their_call != call and _is_over(store, ranks.rank, theirs):
+            time.sleep(_PAUSE_SECONDS)
             continue
         number = max(number, theirs)
         break
-    mailbox.set(f"hyper-ckpt/at/{ranks.rank}", msgspec.msgpack.encode((number, call)))
+    store.set(f"hyper-ckpt/at/{ranks.rank}", msgspec.msgpack.encode((number, call)))
     return number
 
 
-def _is_over(ranks: Ranks, number: int) -> bool:
+def _is_over(store: KeyValueStore, rank: int, number: int) -> bool:
     """Whether the others have given up on an operation that this rank never came to."""
     key = f"hyper-ckpt/{number}/0"
-    if ranks.rank != 0:
-        return ranks.mailbox.get(key) is not None
-    vote = ranks.mailbox.get(f"{key}/1")
-    return vote is not None and msgspec.msgpack.decode(vote, type=Vote).error == RankTimeoutError.__name__
+    if rank != 0:
+        return store.get(key) is not None
+    vote = store.get(f"{key}/1")
+    return vote is not None and unpack(vote, Vote, 1).error == RankTimeoutError.__name__
 
 
 Decide = Callable[[list[bytes]], bytes]
+# Operations at whose end some ranks were missing, and of which something is therefore left in the store.
+_incomplete: weakref.WeakKeyDictionary[Ranks, deque[int]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -76,6 +87,7 @@ class Operation:
         timeout: seconds until ranks that have not answered are reported: from now, then from when all were there.
 
     `settled` is False while this rank does not know how a step ended for the others, also after it gave up waiting.
+    `late_ranks`, at rank 0 once the operation is over: those that gave up waiting for its end.
     """
 
     ranks: Ranks
@@ -85,13 +97,25 @@ class Operation:
     _decided: float = field(init=False, default=0.0)
     _step_begun: float = field(init=False, default=0.0)
     _steps: int = field(init=False, default=0)
-    _left: list[str] = field(init=False, default_factory=list)
     settled: bool = field(init=False, default=True)
-    _listener: Listener = field(init=False)
+    late_ranks: tuple[int, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
-        self._listener = Listener(self.ranks, self._beat_key)
         self._deadline = time.monotonic() + self.timeout
+
+    @cached_property
+    def _store(self) -> KeyValueStore:
+        """The key-value store, for calls that last no longer than the operation may."""
+        return self.ranks.key_value_store.within(lambda: max(self._given_up_at - time.monotonic(), LATE_SECONDS))
+
+    @cached_property
+    def _listener(self) -> Listener:
+        return Listener(self._store, self._beat_key)
+
+    @property
+    def _given_up_at(self) -> float:
+        """When this rank stops waiting for rank 0, which waits until the deadline itself before it says so."""
+        return self._deadline + 1.0 + 0.05 * self.timeout
 
     def agree(
         self,
@@ -127,13 +151,13 @@ class Operation:
                 raise error
             return decide([value]) if decide else b""
         self.settled = False
-        mailbox, rank = self.ranks.mailbox, self.ranks.rank
-        mailbox.set(f"{key}/{rank}", msgspec.msgpack.encode(Vote(value) if error is None else vote_of(error)))
+        rank = self.ranks.rank
+        self._store.set(f"{key}/{rank}", msgspec.msgpack.encode(Vote(value) if error is None else vote_of(error)))
         if rank == 0:
             verdict, error = self._lead(key, step, error, decide)
         elif is_interrupt(error):
             verdict = Verdict()
-            mailbox.set(f"{key}/heard/{rank}", b"1")  # nobody needs to stay for it
+            self._take_leave(key)
         else:
             verdict = self._wait(key, step)
         if error is not None and is_interrupt(error):
@@ -149,27 +173,39 @@ class Operation:
         return verdict.value
 
     def _part(self, key: str, verdict: Verdict) -> None:
-        """Keeps rank 0, whose process may host the mailbox, until the others have heard how the operation ended."""
-        mailbox = self.ranks.mailbox
-        if self.ranks.rank != 0:
-            if not verdict.error:
-                for old in self._left:  # everybody has come past the batches that this rank opened
-                    mailbox.delete(old)
-            # Also a rank that gave up: nobody needs to stay for it any more.
-            mailbox.set(f"{key}/heard/{self.ranks.rank}", b"1")
-            return
+        """Keeps rank 0, whose process may host the store, until the others have heard how the operation ended. Then
+        nothing of it is left in the store, unless ranks are missing."""
         gone = verdict.ranks if verdict.error == "RankTimeoutError" else ()
-        waiting = {r for r in range(1, self.ranks.world_size) if r not in gone}
-        limit, pause = time.monotonic() + PARTING_SECONDS, _FIRST_POLL
-        while waiting and time.monotonic() < limit:
-            heard = {r for r in waiting if mailbox.get(f"{key}/heard/{r}") is not None}
-            for r in heard:
-                mailbox.delete(f"{key}/heard/{r}")
-            waiting -= heard
-            pause = _FIRST_POLL if heard else _sleep(pause)
-        if not waiting and not gone:
-            for old in (key, f"hyper-ckpt/{self.number}/{self._steps - 2}", *self._left):
-                mailbox.delete(old)
+        if self.ranks.rank != 0:
+            self._take_leave(key)
+            with suppress(RankFailedError, RankTimeoutError):
+                self._forget(complete=not gone)
+            return
+        waiting = {f"{key}/heard/{r}" for r in range(1, self.ranks.world_size) if r not in gone}
+        limit = time.monotonic() + PARTING_SECONDS
+        while waiting and (remaining := limit - time.monotonic()) > 0:
+            waiting -= self._store.get_many(waiting, remaining).keys()
+        self.late_ranks = self.gave_up()
+        self._store.delete_prefix(f"hyper-ckpt/{self.number}/")
+        if waiting or gone:  # ranks that come to this operation after all learn that it is over
+            self._store.set(key, msgspec.msgpack.encode(verdict))
+        self._forget(complete=not waiting and not gone)
+
+    def _take_leave(self, key: str) -> None:
+        """Tells rank 0 that it need not stay for this rank, which knows how the operation ended, or gave up. If rank 0
+        has left already, or is stopped, that changes nothing."""
+        with suppress(RankFailedError, RankTimeoutError):
+            store = self.ranks.key_value_store.within(lambda: PARTING_SECONDS)
+            store.set(f"{key}/heard/{self.ranks.rank}", b"1")
+
+    def _forget(self, complete: bool) -> None:
+        """Removes what earlier operations left, once all ranks have come past them; remembers this one, if it was not
+        complete."""
+        left = _incomplete.setdefault(self.ranks, deque())
+        if not complete:
+            left.append(self.number)
+        while left and (complete or len(left) > _KEPT_INCOMPLETE):
+            self._store.delete_prefix(f"hyper-ckpt/{left.popleft()}/")
 
     @property
     def remaining(self) -> float:
@@ -177,13 +213,12 @@ class Operation:
         return self._deadline - time.monotonic()
 
     def gave_up(self) -> tuple[int, ...]:
-        """At rank 0, while it decides how the latest step ends, and after: ranks that gave up waiting for that."""
+        """At rank 0, while it decides how the latest step ends: ranks that gave up waiting for that."""
         now = time.monotonic()
         if now <= self._deadline and now - self._step_begun < SILENT_SECONDS / 2:
-            return ()  # nobody can have
-        mailbox, key = self.ranks.mailbox, f"hyper-ckpt/{self.number}/{self._steps - 1}"
-        again = {r: mailbox.get(f"{key}/{r}") for r in range(1, self.ranks.world_size)}
-        votes = {r: msgspec.msgpack.decode(data, type=Vote) for r, data in again.items() if data is not None}
+            return ()  # none can have
+        keys = {f"hyper-ckpt/{self.number}/{self._steps - 1}/{r}": r for r in range(1, self.ranks.world_size)}
+        votes = {r: unpack(data, Vote, r) for key, data in self._store.get_many(keys).items() for r in [keys[key]]}
         return tuple(r for r, vote in votes.items() if vote.error)
 
     @contextmanager
@@ -192,7 +227,7 @@ class Operation:
         if self.ranks.world_size == 1:
             yield
             return
-        with beating(self.ranks.mailbox, self._beat_key(self.ranks.rank)):
+        with beating(self._store, self._beat_key(self.ranks.rank)):
             yield
 
     def _beat_key(self, rank: int) -> str:
@@ -204,8 +239,7 @@ class Operation:
 
     def stop(self) -> None:
         """Tells ranks that wait in `batch_ready` that this one comes to no more batches; `agree` then says why."""
-        self.ranks.mailbox.set(f"{self._step_key}/stop/{self.ranks.rank}", b"1")
-        self.ranks.mailbox.set(f"{self._step_key}/stop", b"1")
+        self._store.set_many({f"{self._step_key}/stop/{self.ranks.rank}": b"1", f"{self._step_key}/stop": b"1"})
 
     def batch_ready(self, batch: str, group: Sequence[int]) -> None:
         """Waits until every rank of `group` has come to this batch, so that their collective keeps nobody waiting.
@@ -216,36 +250,32 @@ class Operation:
             StoppedError: some rank failed: `agree` has the reason.
             RankTimeoutError: ranks that did not come before the deadline.
         """
-        mailbox, key, rank = self.ranks.mailbox, f"{self._step_key}/batch/{batch}", self.ranks.rank
-        # The first rank begins nothing once anybody failed; the others wait for what it decides unless it is gone.
+        key, rank = f"{self._step_key}/batch/{batch}", self.ranks.rank
+        # The first rank begins nothing once any rank failed; the others wait for what it decides unless it is gone.
         stop = f"{self._step_key}/stop" if rank == group[0] else f"{self._step_key}/stop/{group[0]}"
         if rank != group[0]:
-            mailbox.set(f"{key}/{rank}", b"1")
+            self._store.set(f"{key}/{rank}", b"1")
         waiting = {f"{key}/{r}": r for r in group[1:]} if rank == group[0] else {key: group[0]}
-        limit, pause = self._deadline + (0 if rank == group[0] else 1.0), _FIRST_POLL
+        limit = self._deadline + (0 if rank == group[0] else 1.0)
         while waiting:
-            failed = mailbox.get(stop) is not None  # looked at first: what was decided before still counts
-            arrived = {k: v for k in waiting if (v := mailbox.get(k)) is not None}
-            if b"0" in arrived.values():
+            found = self._store.get_many([stop, *waiting], min(SLICE_SECONDS, limit - time.monotonic()))
+            failed = found.pop(stop, None) is not None
+            if b"0" in found.values():
                 raise StoppedError
-            for k in arrived:
-                del waiting[k]
-            silent = sorted(waiting.values())
-            # Also where all have come to this batch: whoever gave up waiting is gone again.
+            for each in found:
+                del waiting[each]
+            # Also where all have come to this batch: a rank that gave up waiting is gone again.
             if failed and rank == group[0]:
-                mailbox.set(key, b"0")
+                self._store.set(key, b"0")
                 raise StoppedError
-            if failed and silent:
+            if failed and waiting:
                 raise StoppedError
-            if silent and time.monotonic() > limit:
+            if waiting and time.monotonic() > limit:
+                silent = sorted(waiting.values())
                 raise RankTimeoutError(f"reading: {names(silent)} did not answer within {self.timeout:g} s", silent)
-            if silent:
-                pause = _sleep(pause)
         if rank == group[0]:
-            for r in group[1:]:
-                mailbox.delete(f"{key}/{r}")
-            mailbox.set(key, b"1")
-            self._left.append(key)
+            self._store.delete(*(f"{key}/{r}" for r in group[1:]))
+            self._store.set(key, b"1")
 
     def _lead(
         self, key: str, step: str, error: BaseException | None, decide: Decide | None
@@ -267,11 +297,11 @@ class Operation:
                 verdict = Verdict(decide([votes[r].value for r in range(self.ranks.world_size)]))
             except BaseException as own:  # also an interrupt: the others must not wait for the deadline
                 verdict, error = report(step, {0: vote_of(own)}), own
-        self.ranks.mailbox.set(key, msgspec.msgpack.encode(verdict))
+        self._store.set(key, msgspec.msgpack.encode(verdict))
         self.settled = True
         if not silent:
             # Everybody who voted now has read the verdict before; one that has not may still look for it.
-            self.ranks.mailbox.delete(f"hyper-ckpt/{self.number}/{self._steps - 2}")
+            self._store.delete(f"hyper-ckpt/{self.number}/{self._steps - 2}")
         return verdict, error
 
     def _excuse(self, silent: set[int]) -> str:
@@ -289,45 +319,40 @@ class Operation:
 
     def _count(self, key: str) -> dict[int, Vote]:
         """The votes: everybody's, or those until one was an error or the time was up."""
-        mailbox, votes = self.ranks.mailbox, dict[int, Vote]()
-        pause = _FIRST_POLL
-        while len(votes) < self.ranks.world_size:
-            before = len(votes)
-            for rank in range(self.ranks.world_size):
-                data = None if rank in votes else mailbox.get(f"{key}/{rank}")
-                if data is not None:
-                    votes[rank] = msgspec.msgpack.decode(data, type=Vote)
-                    mailbox.delete(f"{key}/{rank}")
+        votes = dict[int, Vote]()
+        missing = {f"{key}/{rank}": rank for rank in range(self.ranks.world_size)}
+        while missing:
+            found = self._store.get_many(missing, min(SLICE_SECONDS, self._deadline - time.monotonic()))
+            self._store.delete(*found)
+            for each, data in found.items():
+                rank = missing.pop(each)
+                votes[rank] = unpack(data, Vote, rank)
             # Who failed is known: the others are told at once, however long they would still work.
             if any(v.error for v in votes.values()):
                 return votes
-            if len(votes) == before and time.monotonic() > self._deadline:
+            dead = self._listener.dead(set(missing.values()))
+            if not found and (dead or time.monotonic() > self._deadline):
                 return votes
-            if len(votes) == before and self._listener.dead(set(range(self.ranks.world_size)) - votes.keys()):
-                return votes
-            pause = _sleep(pause) if len(votes) == before else _FIRST_POLL
         if time.monotonic() > self._deadline:
-            # This rank was late itself: whoever gave up waiting for it has voted again.
-            again = {r: mailbox.get(f"{key}/{r}") for r in votes}
-            votes |= {r: msgspec.msgpack.decode(data, type=Vote) for r, data in again.items() if data is not None}
+            # This rank was late itself: ranks that gave up waiting for it have voted again.
+            again = self._store.get_many([f"{key}/{rank}" for rank in votes])
+            votes |= {r: unpack(again[k], Vote, r) for r in votes if (k := f"{key}/{r}") in again}
         return votes
 
     def _wait(self, key: str, step: str) -> Verdict:
-        mailbox, pause = self.ranks.mailbox, _FIRST_POLL
-        # Rank 0 waits until the deadline itself: give its verdict time to arrive.
-        limit = self._deadline + 1.0 + 0.05 * self.timeout
-        while (data := mailbox.get(key)) is None and time.monotonic() < limit and not self._listener.dead({0}):
-            pause = _sleep(pause)
+        data = None
+        while data is None and (remaining := self._given_up_at - time.monotonic()) > 0 and not self._listener.dead({0}):
+            data = self._store.get(key, min(SLICE_SECONDS, remaining))
         given_up = Verdict(error="RankTimeoutError", message=f"{step}: rank 0 {self._excuse({0})}", ranks=(0,))
         if data is None:
             # Should it come after all, it must not go on without this rank; but it may have decided just now.
             late = Vote(error=given_up.error, message=given_up.message, ranks=given_up.ranks)
-            mailbox.set(f"{key}/{self.ranks.rank}", msgspec.msgpack.encode(late))
-            data = mailbox.get(key)
+            self._store.set(f"{key}/{self.ranks.rank}", msgspec.msgpack.encode(late))
+            data = self._store.get(key)
         if data is None:
             return given_up
         self._decided, self.settled = time.monotonic(), True
-        return msgspec.msgpack.decode(data, type=Verdict)
+        return unpack(data, Verdict, 0)
 
     def meet(self, options: dict[str, str], error: BaseException | None = None) -> None:
         """All ranks are here, none has failed yet, and all called with the same options.
@@ -335,7 +360,7 @@ class Operation:
         Raises:
             RanksDisagreeError: names the option, the ranks and both values.
         """
-        sendable = {key: printable(value) for key, value in options.items()}
+        sendable = {key: clean(value) for key, value in options.items()}
         self.agree("meeting", msgspec.msgpack.encode(sendable), error, _same_options)
 
     def exchange(self, description: Description) -> World:
@@ -346,17 +371,12 @@ class Operation:
         return Exchange(self.ranks, description).run()
 
 
-def _sleep(pause: float) -> float:
-    time.sleep(pause)
-    return min(pause * 1.1, _LAST_POLL)
-
-
 def _same_options(values: list[bytes]) -> bytes:
-    first = msgspec.msgpack.decode(values[0], type=dict[str, str])
+    first = unpack(values[0], dict[str, str], 0)
     for rank, value in enumerate(values):
         if value == values[0]:
             continue
-        other = msgspec.msgpack.decode(value, type=dict[str, str])
+        other = unpack(value, dict[str, str], rank)
         for key in first | other:
             if first.get(key) != other.get(key):
                 raise RanksDisagreeError(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from hyper_ckpt import errors
 from hyper_ckpt.errors import RankFailedError, RankTimeoutError, StateMismatchError
+from hyper_ckpt.text import clean, clean_lines
 
 MAX_ERROR_TEXT = 4096
 MAX_RANKS_NAMED = 3
@@ -43,15 +44,26 @@ def is_interrupt(error: BaseException | None) -> bool:
 
 def vote_of(error: BaseException) -> Vote:
     """The vote of a rank that cannot go on."""
-    name, text = type(error).__name__, printable(str(error))
+    name, text = type(error).__name__, clean_lines(str(error))
     if class_of(name) is type(error):
         return Vote(error=name, message=text[:MAX_ERROR_TEXT], ranks=getattr(error, "ranks", ()))
     return Vote(error="RankFailedError", message=f"{name}: {text}"[:MAX_ERROR_TEXT])
 
 
-def printable(text: str) -> str:
-    """With an escape for every lone surrogate, e.g. of a path that is not UTF-8: they cannot be sent."""
-    return text.encode(errors="backslashreplace").decode()
+T = TypeVar("T")
+
+
+def unpack(data: bytes, kind: type[T], sender: int) -> T:
+    """The message that a rank has sent.
+
+    Raises:
+        RankFailedError: it is none.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        text = f"rank {sender} sent no valid message ({clean(str(error))}): do all ranks run the same version?"
+        raise RankFailedError(text, [sender]) from error
 
 
 def report(step: str, bad: dict[int, Vote]) -> Verdict:
@@ -75,9 +87,9 @@ def class_of(name: str) -> type[Exception]:
 
 def rebuild(verdict: Verdict, own: BaseException | None) -> Exception:
     """The error that a verdict stands for; `own` is this rank's, of which it keeps what does not travel."""
-    kind = class_of(verdict.error)
+    kind, message = class_of(verdict.error), clean_lines(verdict.message)
     if issubclass(kind, RankFailedError | RankTimeoutError):
-        return kind(verdict.message, verdict.ranks)
+        return kind(message, verdict.ranks)
     if issubclass(kind, StateMismatchError):
-        return kind(verdict.message, own.problems if isinstance(own, StateMismatchError) else ())
-    return kind(verdict.message)
+        return kind(message, own.problems if isinstance(own, StateMismatchError) else ())
+    return kind(message)

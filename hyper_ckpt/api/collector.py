@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hyper_ckpt.engine.forks import reset_in_children
+from hyper_ckpt.fork_safety import reset_in_children
 
 
 class _Collector:

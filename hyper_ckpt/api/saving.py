@@ -151,7 +151,7 @@ class Saving:
 
     def _report_late_ranks(self) -> None:
         """At rank 0: ranks that gave up waiting while the checkpoint was published look for it themselves."""
-        late = self._operation.gave_up() if self._ranks.rank == 0 else ()
+        late = self._operation.late_ranks
         if late:
             logger.warning(
                 "%s is published, but %s gave up waiting for that: the save returned there if they saw it when they "

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 
 from hyper_ckpt.contracts.platform import ByteBuffer, Done, LocalShard, Pending, Stager, Tensors
-from hyper_ckpt.engine.forks import reset_in_children
 from hyper_ckpt.errors import PlatformError
+from hyper_ckpt.fork_safety import reset_in_children
 
 _SMALLEST = 4096
 

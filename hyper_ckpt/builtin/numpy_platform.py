@@ -3,42 +3,22 @@
 from __future__ import annotations
 
 import operator
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 from hyper_ckpt.builtin.composite import CompositeTensors
 from hyper_ckpt.builtin.host_stager import HostStager
 from hyper_ckpt.builtin.numpy_tensors import NumpyTensors
-from hyper_ckpt.contracts.platform import ByteBuffer, Done, Mailbox, Pending, Platform, Ranks
+from hyper_ckpt.contracts.platform import ByteBuffer, Done, KeyValueStore, Pending, Platform, Ranks
 from hyper_ckpt.errors import PlatformError
-
-
-class DictMailbox(Mailbox):
-    """A mailbox for ranks that share a process."""
-
-    def __init__(self) -> None:
-        self._messages: dict[str, bytes] = {}
-        self._lock = threading.Lock()
-
-    def set(self, key: str, value: bytes) -> None:
-        with self._lock:
-            self._messages[key] = bytes(value)
-
-    def get(self, key: str) -> bytes | None:
-        with self._lock:
-            return self._messages.get(key)
-
-    def delete(self, key: str) -> None:
-        with self._lock:
-            self._messages.pop(key, None)
+from hyper_ckpt.key_value.in_process import InProcessKeyValueStore
 
 
 class SingleRank(Ranks):
     """A world of one: nothing travels."""
 
     def __init__(self) -> None:
-        self._mailbox = DictMailbox()
+        self._key_value_store = InProcessKeyValueStore()
 
     @property
     def rank(self) -> int:
@@ -49,8 +29,8 @@ class SingleRank(Ranks):
         return 1
 
     @property
-    def mailbox(self) -> Mailbox:
-        return self._mailbox
+    def key_value_store(self) -> KeyValueStore:
+        return self._key_value_store
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value]
@@ -95,7 +75,7 @@ class OfflineRanks(Ranks):
         return self._world_size
 
     @property
-    def mailbox(self) -> Mailbox:
+    def key_value_store(self) -> KeyValueStore:
         raise self._silent
 
     def all_gather_object(self, value: Any) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from hyper_ckpt.casts import convert
 from hyper_ckpt.contracts.objects import Objects
+from hyper_ckpt.errors import RankFailedError
 from hyper_ckpt.layout import Layout
 
 Carrier = npt.NDArray[Any]
@@ -67,34 +68,57 @@ class LocalShard(msgspec.Struct, frozen=True, eq=False):
     data: Any
 
 
-class Mailbox(ABC):
-    """Small named messages between ranks: where they meet, and how they learn that one of them failed.
+class KeyValueStore(ABC):
+    """Small named values that all ranks see: where they meet, and how they learn that one of them failed.
 
-    No call waits for another rank, not even one that is in a collective; usable from any thread, several at once.
-    Keys are ASCII; values at most a few MiB. What a rank has set, every rank gets from then on. A call that cannot
-    reach the mailbox raises (`RankFailedError`). Usually the process of rank 0 hosts it: a save or load ends on rank 0
-    only when the others have heard how it ended, or are gone.
+    Keys are ASCII; values at most a few MiB. What a rank has set, every rank gets from then on. No call waits for
+    another rank, not even one that is in a collective, except `get` and `get_many` for as long as they are asked to.
+    Usable from any thread, several at once: a call that waits holds up no other one.
+
+    Usually the process of rank 0 hosts it: a save or load ends on rank 0 only when the others have heard how it
+    ended, or are gone. A call that gets no answer from there raises `RankTimeoutError` after `Ranks.timeout` seconds,
+    or what `within` says, also where that process is stopped or its host is frozen; one that cannot reach it raises
+    `RankFailedError`. Once a call got no answer, later ones give up within seconds until there is one again.
+    `hyper_ckpt.key_value` has a server and a client that do all this over TCP.
     """
 
     @abstractmethod
+    def set_many(self, items: Mapping[str, bytes]) -> None:
+        """Stores values for every rank to see, all at once."""
+
+    @abstractmethod
+    def get_many(self, keys: Collection[str], timeout: float = 0.0) -> dict[str, bytes]:
+        """Those of the keys that are set, as they are at one moment. Where none is, waits until one is, at most
+        `timeout` seconds; then {}."""
+
+    @abstractmethod
+    def delete(self, *keys: str) -> None:
+        """Forgets keys; absent ones are fine."""
+
+    @abstractmethod
+    def delete_prefix(self, prefix: str) -> None:
+        """Forgets all keys that begin so."""
+
     def set(self, key: str, value: bytes) -> None:
-        """Stores `value` for every rank to see."""
+        """Stores one value."""
+        self.set_many({key: value})
 
-    @abstractmethod
-    def get(self, key: str) -> bytes | None:
-        """The value, or None while nobody has set it."""
+    def get(self, key: str, timeout: float = 0.0) -> bytes | None:
+        """The value, as soon as it is set; None where it is not within `timeout` seconds."""
+        return self.get_many((key,), timeout).get(key)
 
-    @abstractmethod
-    def delete(self, key: str) -> None:
-        """Forgets a key; an absent one is fine."""
+    def within(self, seconds: Callable[[], float]) -> KeyValueStore:
+        """The same store, for calls that wait so long for an answer, asked for each anew. Inherited: this object, for
+        stores that always answer at once."""
+        return self
 
 
 class Ranks(ABC):
     """The ranks of one process group, numbered 0..world_size-1, and their collectives.
 
-    Collectives are called in the caller's thread only, by all ranks in the same order, and only after
-    all have met in the mailbox. They move control data, and tensors that several ranks read together: the training's
-    own group is never used. One that cannot complete, since a rank has ended or does not come, raises within
+    Collectives are called in the caller's thread only, by all ranks in the same order, and only after all have met in
+    the key-value store. They move control data, and tensors that several ranks read together: the training's own group
+    is never used. One that cannot complete, since a rank has ended or does not come, raises within
     `timeout` and never hangs: any exception, best `RankFailedError` or `RankTimeoutError` with the ranks' numbers.
 
     `timeout`: seconds after which a collective, or the first connection, whose peers do not come fails, counted from
@@ -123,12 +147,13 @@ class Ranks(ABC):
 
     @property
     @abstractmethod
-    def mailbox(self) -> Mailbox:
-        """The group's mailbox."""
+    def key_value_store(self) -> KeyValueStore:
+        """The group's key-value store."""
 
     @abstractmethod
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Small values of every rank, in rank order."""
+        """Small values of every rank, in rank order: None, bools, numbers, texts, bytes, and lists and dicts of these;
+        tuples arrive as lists. What peers send is decoded (`unpacked`), never unpickled."""
 
     @abstractmethod
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
@@ -330,6 +355,23 @@ class PlatformSpec:
     load: Callable[[], Platform]
     install: str
     probe: str | None = None
+
+
+def packed(value: Any) -> bytes:
+    """A value of `Ranks.all_gather_object` as bytes."""
+    return msgspec.msgpack.encode(value)
+
+
+def unpacked(data: bytes) -> Any:
+    """The value that `packed` made these bytes of. Nothing that they hold is run.
+
+    Raises:
+        RankFailedError: they are no such value.
+    """
+    try:
+        return msgspec.msgpack.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RankFailedError(f"a rank sent {len(data)} bytes that are no value: {error}") from error
 
 
 WHOLE_FINGERPRINT_BYTES = 1 << 20

@@ -14,9 +14,9 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-from hyper_ckpt.engine.forks import reset_in_children
 from hyper_ckpt.engine.latch import Latch
 from hyper_ckpt.errors import SaveInFlightError
+from hyper_ckpt.fork_safety import reset_in_children
 
 
 class Background(Protocol):

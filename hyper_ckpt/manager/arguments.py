@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from hyper_ckpt.agreement.verdict import printable
 from hyper_ckpt.errors import RanksDisagreeError
+from hyper_ckpt.text import clean
 
 
 def check_kind(name: str, value: Any, kind: type, first: str) -> None:
@@ -63,7 +63,7 @@ def step_number(step: object) -> int:
 
 def encode_arguments(values: Mapping[str, object]) -> bytes:
     """Arguments by name, to send to rank 0."""
-    return msgspec.msgpack.encode({name: printable(str(value)) for name, value in values.items()})
+    return msgspec.msgpack.encode({name: clean(str(value)) for name, value in values.items()})
 
 
 def check_same(sent: Sequence[bytes]) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import xxhash
 
-from hyper_ckpt.agreement.verdict import printable
 from hyper_ckpt.api.async_save import async_save
 from hyper_ckpt.api.common import CheckpointId, attempt, in_flight, operation, resolve_id, resolve_platform
 from hyper_ckpt.api.handle import SaveHandle
@@ -42,6 +41,7 @@ from hyper_ckpt.manager.schedule import SaveInterval, Schedule
 from hyper_ckpt.manager.signals import SIGTERM
 from hyper_ckpt.metadata import Metadata
 from hyper_ckpt.options import DEFAULT_TIMEOUT, LEFTOVER_AGE
+from hyper_ckpt.text import clean
 
 
 class CheckpointManager:
@@ -327,7 +327,7 @@ class CheckpointManager:
             self._keeper.note(int(step), note, durable)
             return b""
 
-        call = msgspec.msgpack.encode((printable(str(step)), self._arguments))
+        call = msgspec.msgpack.encode((clean(str(step)), self._arguments))
         this.agree("noting the step", call, error, decide, last=True)
         self._schedule.begun()
         return platform

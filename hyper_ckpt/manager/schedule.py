@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from hyper_ckpt.agreement.verdict import unpack
 from hyper_ckpt.contracts.platform import Ranks
 from hyper_ckpt.errors import RanksDisagreeError
 from hyper_ckpt.manager.arguments import check_above_zero, check_count
@@ -58,7 +59,7 @@ class _Call(msgspec.Struct, frozen=True, array_like=True):
 class Schedule:
     """Answers `should_save` on one rank.
 
-    What steps alone decide needs no message. For the rest, each call looks once into the mailbox: rank 0 whether
+    What steps alone decide needs no message. For the rest, each call looks once into the store: rank 0 whether
     anybody asked to end, the others whether rank 0 named a step.
 
     Args:
@@ -97,7 +98,7 @@ class Schedule:
         if self._ranks.rank == 0 and self._call is not None and self._call.number != self._done:
             self._done = self._call.number
             if self._ranks.world_size > 1:
-                self._ranks.mailbox.delete(f"{self._key}/call")
+                self._ranks.key_value_store.delete(f"{self._key}/call")
             self._told = self._told and not self._call.preempts
 
     def due(self, step: int) -> bool:
@@ -105,7 +106,8 @@ class Schedule:
 
         Raises:
             RanksDisagreeError: rank 0 named a step that this rank has passed.
-            RankFailedError: the mailbox is gone, and rank 0 with it.
+            RankFailedError: the key-value store is gone, and rank 0 with it.
+            RankTimeoutError: rank 0, which hosts it, does not answer.
         """
         if step != self._step:
             self._answer = self._decide(step)
@@ -144,7 +146,7 @@ class Schedule:
             return  # which steps the next calls will be for is not known yet
         at = step if alone or last is None else step + (interval.lead - 1) * (step - last) + 1
         asked = not self._told and (
-            self._asked or (not alone and self._ranks.mailbox.get(f"{self._key}/asked") is not None)
+            self._asked or (not alone and self._ranks.key_value_store.get(f"{self._key}/asked") is not None)
         )
         late = interval.minutes is not None and time.monotonic() - self._since >= 60 * interval.minutes
         if not asked and (not late or interval.includes(step) or interval.comes(step, at)):
@@ -152,12 +154,12 @@ class Schedule:
         self._told = self._told or asked
         self._call = _Call(self._done + 1, at, asked)
         if not alone:
-            self._ranks.mailbox.set(f"{self._key}/call", msgspec.msgpack.encode(self._call))
+            self._ranks.key_value_store.set(f"{self._key}/call", msgspec.msgpack.encode(self._call))
 
     def _follow(self) -> None:
-        mailbox = self._ranks.mailbox
+        store = self._ranks.key_value_store
         if self._asked and not self._told:
             self._told = True
-            mailbox.set(f"{self._key}/asked", b"1")
-        data = mailbox.get(f"{self._key}/call")
-        self._call = None if data is None else msgspec.msgpack.decode(data, type=_Call)
+            store.set(f"{self._key}/asked", b"1")
+        data = store.get(f"{self._key}/call")
+        self._call = None if data is None else unpack(data, _Call, 0)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from hyper_ckpt.builtin.numpy_platform import DictMailbox
-from hyper_ckpt.contracts.platform import ByteBuffer, Done, Mailbox, Pending, Ranks
+from hyper_ckpt.contracts.platform import ByteBuffer, Done, KeyValueStore, Pending, Ranks, packed, unpacked
+from hyper_ckpt.key_value import InProcessKeyValueStore
 
 Group = tuple[int, ...]
 
@@ -48,7 +47,7 @@ class ThreadWorld:
     def __init__(self, world_size: int, deadline: float) -> None:
         self.world_size = world_size
         self.deadline = deadline
-        self.mailbox = DictMailbox()
+        self.key_value_store = InProcessKeyValueStore()
         self._changed = threading.Condition()
         self._meetings: dict[tuple[Group, int], dict[int, tuple[str, Any]]] = {}
         self._done: Counter[tuple[Group, int]] = Counter()
@@ -112,33 +111,38 @@ class ThreadWorld:
             raise WorldBrokenError(f"{call} of ranks {members}: ranks {absent} have not come, and time is up")
 
 
-class _CountedMailbox(Mailbox):
-    def __init__(self, inner: Mailbox, traffic: Traffic) -> None:
+class _CountedKeyValueStore(KeyValueStore):
+    def __init__(self, inner: KeyValueStore, traffic: Traffic) -> None:
         self._inner = inner
         self._traffic = traffic
 
-    def set(self, key: str, value: bytes) -> None:
-        if not key.isascii() or not isinstance(value, bytes):
-            raise TypeError(f"a mailbox takes ASCII keys and bytes, not {key!r} and {type(value).__name__}")
-        self._traffic.count("mailbox.set", len(value), 0)
-        self._inner.set(key, value)
+    def set_many(self, items: Mapping[str, bytes]) -> None:
+        for key, value in items.items():
+            if not key.isascii() or not isinstance(value, bytes):
+                raise TypeError(f"a key-value store takes ASCII keys and bytes, not {key!r}: {type(value).__name__}")
+        self._traffic.count("key_value_store.set_many", sum(map(len, items.values())), 0)
+        self._inner.set_many(items)
 
-    def get(self, key: str) -> bytes | None:
-        value = self._inner.get(key)
-        # A key that isn't there yet is asked for again and again: how often says nothing of the code under test.
-        if value is not None:
-            self._traffic.count("mailbox.get", 0, len(value))
-        return value
+    def get_many(self, keys: Collection[str], timeout: float = 0.0) -> dict[str, bytes]:
+        found = self._inner.get_many(keys, timeout)
+        # Keys that aren't there yet are asked for again and again: how often says nothing of the code under test.
+        if found:
+            self._traffic.count("key_value_store.get_many", 0, sum(map(len, found.values())))
+        return found
 
-    def delete(self, key: str) -> None:
-        self._traffic.count("mailbox.delete", 0, 0)
-        self._inner.delete(key)
+    def delete(self, *keys: str) -> None:
+        self._traffic.count("key_value_store.delete", 0, 0)
+        self._inner.delete(*keys)
+
+    def delete_prefix(self, prefix: str) -> None:
+        self._traffic.count("key_value_store.delete_prefix", 0, 0)
+        self._inner.delete_prefix(prefix)
 
 
 class ThreadRanks(Ranks):
     """One rank of a `ThreadWorld`. Made in the rank's own thread; collectives belong to that thread.
 
-    What travels is copied or pickled: ranks share no memory. `traffic` counts it.
+    What travels is copied or packed: ranks share no memory. `traffic` counts it.
     """
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
@@ -148,7 +152,7 @@ class ThreadRanks(Ranks):
         self._everybody: Group = tuple(range(world.world_size))
         self._numbers: Counter[Group] = Counter()
         self._thread = threading.get_ident()
-        self._mailbox = _CountedMailbox(world.mailbox, self.traffic)
+        self._key_value_store = _CountedKeyValueStore(world.key_value_store, self.traffic)
 
     @property
     def rank(self) -> int:
@@ -159,14 +163,14 @@ class ThreadRanks(Ranks):
         return self._world.world_size
 
     @property
-    def mailbox(self) -> Mailbox:
-        return self._mailbox
+    def key_value_store(self) -> KeyValueStore:
+        return self._key_value_store
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        mine = pickle.dumps(value)
+        mine = packed(value)
         gathered = self._exchange("all_gather_object", mine, self._everybody)
         self.traffic.count("all_gather_object", len(mine), sum(map(len, gathered)) - len(mine))
-        return [pickle.loads(each) for each in gathered]
+        return [unpacked(each) for each in gathered]
 
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
         gathered = self._exchange("gather_bytes", bytes(data), self._everybody)

@@ -287,11 +287,11 @@ def test_a_world_of_one() -> None:
     assert ranks.gather_bytes(b"x") == [b"x"]
     assert ranks.scatter_bytes([b"y"]) == b"y"
     assert isinstance(ranks.broadcast_into([np.zeros(1, np.uint8)], 0, ranks.groups([(0,)])[0]), Done)
-    ranks.mailbox.set("key", b"value")
-    assert ranks.mailbox.get("key") == b"value"
-    ranks.mailbox.delete("key")
-    ranks.mailbox.delete("key")
-    assert ranks.mailbox.get("key") is None
+    ranks.key_value_store.set("key", b"value")
+    assert ranks.key_value_store.get("key") == b"value"
+    ranks.key_value_store.delete("key")
+    ranks.key_value_store.delete("key")
+    assert ranks.key_value_store.get("key") is None
     with pytest.raises(ValueError, match="exactly one"):
         ranks.scatter_bytes([])
     with pytest.raises(ValueError, match="no rank 1"):

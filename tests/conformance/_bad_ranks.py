@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,8 +16,8 @@ from hyper_ckpt.contracts.platform import (
     ByteBuffer,
     Carrier,
     Done,
+    KeyValueStore,
     LocalShard,
-    Mailbox,
     Pending,
     Ranks,
     TensorDescription,
@@ -30,7 +30,7 @@ from hyper_ckpt.testing.conformance.probe import PlatformProbe
 from hyper_ckpt.testing.thread_ranks import WorldBrokenError
 
 from ._bad_tensors import WritesToACopy
-from ._parts import GoodMailbox, GoodRanks, GoodTensors, PartsProbe
+from ._parts import GoodKeyValueStore, GoodRanks, GoodTensors, PartsProbe
 
 
 class Renumbered(GoodRanks):
@@ -123,78 +123,85 @@ class ReturnsWhatItHas(GoodRanks):
             return [None] * self.size
 
 
-def with_mailbox(kind: type[GoodMailbox]) -> Callable[[Ranks], Ranks]:
-    class WithMailbox(GoodRanks):
+def with_store(kind: type[GoodKeyValueStore]) -> Callable[[Ranks], Ranks]:
+    class WithKeyValueStore(GoodRanks):
         @cached_property
-        def mailbox(self) -> Mailbox:  # type: ignore[override]
-            return kind(self.inner.mailbox, self.inner)
+        def key_value_store(self) -> KeyValueStore:  # type: ignore[override]
+            return kind(self.inner.key_value_store, self.inner)
 
-    return WithMailbox
-
-
-class TextOnly(GoodMailbox):
-    def set(self, key: str, value: bytes) -> None:
-        self.inner.set(key, value.decode(errors="replace").encode())
+    return WithKeyValueStore
 
 
-class Blocks(GoodMailbox):
-    def get(self, key: str) -> bytes | None:
-        for _ in range(300):
-            value = self.inner.get(key)
-            if value is not None:
-                return value
-            time.sleep(0.05)
+class TextOnly(GoodKeyValueStore):
+    def set_many(self, items: Mapping[str, bytes]) -> None:
+        self.inner.set_many({key: value.decode(errors="replace").encode() for key, value in items.items()})
+
+
+class Blocks(GoodKeyValueStore):
+    def get_many(self, keys: Collection[str], timeout: float = 0.0) -> dict[str, bytes]:
+        return self.inner.get_many(keys, 15.0)
+
+
+class NeverWaits(GoodKeyValueStore):
+    def get_many(self, keys: Collection[str], timeout: float = 0.0) -> dict[str, bytes]:
+        return self.inner.get_many(keys)
+
+
+class KeepsAll(GoodKeyValueStore):
+    def delete(self, *keys: str) -> None:
         return None
 
 
-class KeepsAll(GoodMailbox):
-    def delete(self, key: str) -> None:
-        return None
+class KeepsSome(GoodKeyValueStore):
+    """Deletes in pages, and only the first."""
+
+    def delete_prefix(self, prefix: str) -> None:
+        self.inner.delete(*(f"{prefix}{n}" for n in range(100)))
 
 
-class MixesUpThreads(GoodMailbox):
+class MixesUpThreads(GoodKeyValueStore):
     """One answer for all who ask at the same time."""
 
-    answer: bytes | None = None
+    answer: dict[str, bytes] = {}  # noqa: RUF012
 
-    def get(self, key: str) -> bytes | None:
-        self.answer = self.inner.get(key)
+    def get_many(self, keys: Collection[str], timeout: float = 0.0) -> dict[str, bytes]:
+        self.answer = self.inner.get_many(keys, timeout)
         time.sleep(0.001)
-        return self.answer
+        return dict(zip(keys, self.answer.values(), strict=False))
 
 
-class SetTogether(GoodMailbox):
-    def set(self, key: str, value: bytes) -> None:
-        self.inner.set(key, value)
+class SetTogether(GoodKeyValueStore):
+    def set_many(self, items: Mapping[str, bytes]) -> None:
+        self.inner.set_many(items)
         self.ranks.all_gather_object(None)
 
 
 class OneLock(GoodRanks):
-    """The mailbox waits while this rank is in a collective."""
+    """The key-value store waits while this rank is in a collective."""
 
     def __init__(self, inner: Ranks) -> None:
         super().__init__(inner)
         self.lock = threading.Lock()
 
     @cached_property
-    def mailbox(self) -> Mailbox:  # type: ignore[override]
-        return LockedMailbox(self.inner.mailbox, self)
+    def key_value_store(self) -> KeyValueStore:  # type: ignore[override]
+        return LockedKeyValueStore(self.inner.key_value_store, self)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         with self.lock:
             return super().all_gather_object(value)
 
 
-class LockedMailbox(GoodMailbox):
-    def set(self, key: str, value: bytes) -> None:
+class LockedKeyValueStore(GoodKeyValueStore):
+    def set_many(self, items: Mapping[str, bytes]) -> None:
         with self.ranks.lock:
-            self.inner.set(key, value)
+            self.inner.set_many(items)
 
 
-class LosesNews(GoodMailbox):
-    def set(self, key: str, value: bytes) -> None:
-        if self.ranks.rank != self.ranks.world_size - 1 or key.startswith("silent/"):
-            self.inner.set(key, value)
+class LosesNews(GoodKeyValueStore):
+    def set_many(self, items: Mapping[str, bytes]) -> None:
+        if self.ranks.rank != self.ranks.world_size - 1 or next(iter(items)).startswith("silent/"):
+            self.inner.set_many(items)
 
 
 class ShardsAtZero(GoodTensors):
@@ -250,12 +257,14 @@ BAD_RANKS: dict[str, Pair] = {
     "groups_of_others_are_none": of(EverybodyIsMember),
     "groups_are_kept": of(NewHandles),
     "a_group_of_one": of(NoSingles),
-    "the_mailbox_carries_bytes": of(with_mailbox(TextOnly)),
-    "an_absent_key_is_none": of(with_mailbox(Blocks)),
-    "deleted_keys_are_absent": of(with_mailbox(KeepsAll)),
-    "the_mailbox_serves_several_threads": of(with_mailbox(MixesUpThreads)),
-    "the_mailbox_needs_no_other_rank": of(with_mailbox(SetTogether)),
-    "the_mailbox_serves_a_rank_in_a_collective": of(OneLock),
+    "the_key_value_store_carries_bytes": of(with_store(TextOnly)),
+    "an_absent_key_is_none": of(with_store(Blocks)),
+    "deleted_keys_are_absent": of(with_store(KeepsAll)),
+    "a_get_waits_until_the_key_is_set": of(with_store(NeverWaits)),
+    "keys_are_deleted_by_prefix": of(with_store(KeepsSome)),
+    "the_key_value_store_serves_several_threads": of(with_store(MixesUpThreads)),
+    "the_key_value_store_needs_no_other_rank": of(with_store(SetTogether)),
+    "the_key_value_store_serves_a_rank_in_a_collective": of(OneLock),
     "active_says_how_many_ranks_there_are": (lambda: "spec_probes:AlwaysInactive", lambda: "spec_probes:Good"),
     "load_gives_the_joined_group": (lambda: "spec_probes:LoadsWhatWasThereFirst", lambda: "spec_probes:Good"),
     "all_ranks_save_and_load": over(WritesToACopy),
@@ -263,7 +272,7 @@ BAD_RANKS: dict[str, Pair] = {
     "misshapen_parts_are_refused": over(TrustsParts),
     "sharded_tensors_survive": over(ShardsAreCopies),
     "empty_like_a_sharded_tensor": over(WholeLikeSharded),
-    "a_rank_that_fails_is_named": of(with_mailbox(LosesNews)),
-    "a_silent_rank_is_named": of(with_mailbox(Blocks)),
+    "a_rank_that_fails_is_named": of(with_store(LosesNews)),
+    "a_silent_rank_is_named": of(with_store(Blocks)),
     "collectives_fail_in_time": of(ReturnsWhatItHas),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,8 @@ from hyper_ckpt.contracts.platform import (
     Carrier,
     Done,
     HostTensor,
+    KeyValueStore,
     LocalShard,
-    Mailbox,
     Pending,
     Platform,
     Ranks,
@@ -87,8 +87,8 @@ class GoodRanks(Ranks):
         return self.size
 
     @property
-    def mailbox(self) -> Mailbox:
-        return self.inner.mailbox
+    def key_value_store(self) -> KeyValueStore:
+        return self.inner.key_value_store
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return self.inner.all_gather_object(value)
@@ -106,21 +106,24 @@ class GoodRanks(Ranks):
         return self.inner.groups(rank_sets)
 
 
-class GoodMailbox(Mailbox):
+class GoodKeyValueStore(KeyValueStore):
     """Passes everything on."""
 
-    def __init__(self, inner: Mailbox, ranks: Ranks) -> None:
+    def __init__(self, inner: KeyValueStore, ranks: Ranks) -> None:
         self.inner = inner
         self.ranks = ranks
 
-    def set(self, key: str, value: bytes) -> None:
-        self.inner.set(key, value)
+    def set_many(self, items: Mapping[str, bytes]) -> None:
+        self.inner.set_many(items)
 
-    def get(self, key: str) -> bytes | None:
-        return self.inner.get(key)
+    def get_many(self, keys: Collection[str], timeout: float = 0.0) -> dict[str, bytes]:
+        return self.inner.get_many(keys, timeout)
 
-    def delete(self, key: str) -> None:
-        self.inner.delete(key)
+    def delete(self, *keys: str) -> None:
+        self.inner.delete(*keys)
+
+    def delete_prefix(self, prefix: str) -> None:
+        self.inner.delete_prefix(prefix)
 
 
 class PartsProbe(NumpyProbe):
@@ -249,7 +252,7 @@ __all__ = [
     "DeviceProbe",
     "DeviceStager",
     "Done",
-    "GoodMailbox",
+    "GoodKeyValueStore",
     "GoodRanks",
     "GoodTensors",
     "Late",

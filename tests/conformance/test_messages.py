@@ -64,7 +64,7 @@ def test_describe_of_no_tensor_is_what_is_blamed(tmp_path: Path) -> None:
         message = message_of(check, PartsProbe(RaisesForObjects), tmp_path / check)
         assert "AttributeError" in message
         assert "decide by the value's type alone" in message
-        assert "Mailbox" not in message
+        assert "KeyValueStore" not in message
 
 
 class Hangs(GoodSink):

@@ -40,11 +40,11 @@ def save_with(monkeypatch: pytest.MonkeyPatch, slow: dict[int, float], dead: set
     monkeypatch.setattr(MemoryStore, "create", slowly)
     original = heartbeat.beating
 
-    def beating(mailbox: Any, key: str) -> Any:
+    def beating(store: Any, key: str) -> Any:
         if int(key.rpartition("/")[2]) in dead:
-            mailbox.set(key, b"0")  # its last one
+            store.set(key, b"0")  # its last one
             return __import__("contextlib").nullcontext()
-        return original(mailbox, key)
+        return original(store, key)
 
     monkeypatch.setattr(operation, "beating", beating)
 
@@ -86,6 +86,6 @@ def test_beats_are_forgotten() -> None:
         platform.ranks.all_gather_object(0)
         numbers = range(next(platform.operations))
         keys = [f"hyper-ckpt/{n}/beat/{r}" for n in numbers for r in range(3)]
-        return sum(platform.ranks.mailbox.get(key) is not None for key in keys)
+        return sum(platform.ranks.key_value_store.get(key) is not None for key in keys)
 
     assert max(run_world(3, job)) == 0

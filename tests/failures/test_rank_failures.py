@@ -3,7 +3,7 @@
 import errno
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from hyper_ckpt import (
     save,
 )
 from hyper_ckpt.builtin.numpy_platform import NumpyPlatform
-from hyper_ckpt.contracts.platform import Mailbox, Platform, Ranks
+from hyper_ckpt.contracts.platform import KeyValueStore, Platform, Ranks
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.errors import CheckpointError, RankFailedError, StoreError, UnsupportedTypeError
+from hyper_ckpt.key_value import InProcessKeyValueStore
 from hyper_ckpt.storage.syscalls import store_error
 from hyper_ckpt.testing.faults import FaultyStore, Operation
 from hyper_ckpt.testing.world import run_world
@@ -294,20 +295,17 @@ def test_the_manifest_cannot_be_read_on_rank_0(shared: Path, tmp_path: Path) -> 
     assert "rank 0" in str(error)
 
 
-class Slow(Mailbox):
+class Slow(InProcessKeyValueStore):
     """A rank that is slow to see verdicts."""
 
-    def __init__(self, inner: Mailbox, seconds: float) -> None:
+    def __init__(self, inner: KeyValueStore, seconds: float) -> None:
         self._inner, self._seconds = inner, seconds
-        self.set, self.delete = inner.set, inner.delete  # type: ignore[method-assign]
+        self.set_many, self.delete, self.delete_prefix = inner.set_many, inner.delete, inner.delete_prefix  # type: ignore[method-assign]
 
-    def set(self, key: str, value: bytes) -> None: ...
-    def delete(self, key: str) -> None: ...
-
-    def get(self, key: str) -> bytes | None:
-        if key.count("/") == 2:  # hyper-ckpt/operation/step: a verdict
+    def get_many(self, keys: Collection[str], timeout: float = 0.0) -> dict[str, bytes]:
+        if any(key.count("/") == 2 for key in keys):  # hyper-ckpt/operation/step: a verdict
             time.sleep(self._seconds)
-        return self._inner.get(key)
+        return self._inner.get_many(keys, timeout)
 
 
 def test_a_verdict_stays_until_every_rank_has_read_it(tmp_path: Path) -> None:
@@ -315,7 +313,7 @@ def test_a_verdict_stays_until_every_rank_has_read_it(tmp_path: Path) -> None:
 
     def slow_rank_1(ranks: Ranks) -> Platform:
         if ranks.rank == 1:
-            ranks._mailbox = Slow(ranks.mailbox, 0.3)  # type: ignore[attr-defined]
+            ranks._key_value_store = Slow(ranks.key_value_store, 0.3)  # type: ignore[attr-defined]
         return NumpyPlatform(ranks)
 
     def rank_main(platform: Platform) -> BaseException:

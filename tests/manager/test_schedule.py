@@ -1,35 +1,37 @@
 """should_save: the same answer on every rank, whoever is ahead, as long as none is too far."""
 
 import random
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 
 from hyper_ckpt import SaveInterval
-from hyper_ckpt.builtin.numpy_platform import DictMailbox, SingleRank
-from hyper_ckpt.contracts.platform import Mailbox
+from hyper_ckpt.builtin.numpy_platform import SingleRank
+from hyper_ckpt.contracts.platform import KeyValueStore
 from hyper_ckpt.errors import RanksDisagreeError
+from hyper_ckpt.key_value import InProcessKeyValueStore
 from hyper_ckpt.manager import schedule
 from hyper_ckpt.manager.schedule import Schedule
 
 WORLD = 3
 
 
-class Counting(DictMailbox):
+class Counting(InProcessKeyValueStore):
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
 
-    def get(self, key: str) -> bytes | None:
+    def get_many(self, keys: Collection[str], timeout: float = 0.0) -> dict[str, bytes]:
         self.calls += 1
-        return super().get(key)
+        return super().get_many(keys, timeout)
 
 
 class Rank(SingleRank):
-    """A rank that has a mailbox and nothing else."""
+    """A rank that has a key-value store and nothing else."""
 
-    def __init__(self, rank: int, mailbox: Mailbox, world_size: int = WORLD) -> None:
-        self._rank, self._mailbox, self._size = rank, mailbox, world_size  # type: ignore[assignment]
+    def __init__(self, rank: int, store: KeyValueStore, world_size: int = WORLD) -> None:
+        self._rank, self._key_value_store, self._size = rank, store, world_size  # type: ignore[assignment]
 
     @property
     def rank(self) -> int:
@@ -40,8 +42,8 @@ class Rank(SingleRank):
         return self._size
 
 
-def world(interval: SaveInterval, listens: bool = True, mailbox: Mailbox | None = None) -> list[Schedule]:
-    box = mailbox or DictMailbox()
+def world(interval: SaveInterval, listens: bool = True, store: KeyValueStore | None = None) -> list[Schedule]:
+    box = store or InProcessKeyValueStore()
     return [Schedule(Rank(r, box), interval, listens, "k") for r in range(WORLD)]
 
 
@@ -59,20 +61,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_steps_need_no_message() -> None:
-    mailbox = Counting()
-    for each in world(SaveInterval(steps=10), False, mailbox):
+    store = Counting()
+    for each in world(SaveInterval(steps=10), False, store):
         assert [step for step in range(35) if each.due(step)] == [10, 20, 30]
         assert not each.talks
-    assert mailbox.calls == 0
+    assert store.calls == 0
 
 
 def test_one_look_per_call() -> None:
-    mailbox = Counting()
-    for each in world(SaveInterval(steps=10, minutes=1), True, mailbox):
-        before = mailbox.calls
+    store = Counting()
+    for each in world(SaveInterval(steps=10, minutes=1), True, store):
+        before = store.calls
         for step in range(100):
             each.due(step)
-        assert mailbox.calls - before <= 100
+        assert store.calls - before <= 100
 
 
 def test_minutes_are_those_of_rank_zero(clock: Clock) -> None:

@@ -62,23 +62,23 @@ def test_traffic_is_counted() -> None:
         ranks.broadcast_into([np.zeros(100, np.uint8), np.zeros(0, np.uint8)], 0).wait()
         ranks.gather_bytes(b"12345")
         if ranks.rank == 0:
-            ranks.mailbox.set("key", b"1234567")
+            ranks.key_value_store.set("key", b"1234567")
         return ranks.traffic.messages, ranks.traffic.bytes_sent, ranks.traffic.bytes_received
 
     assert run_world(3, talk) == [(3, 107, 10), (2, 5, 100), (2, 5, 100)]
 
 
-def test_the_mailbox_is_shared_and_never_waits() -> None:
+def test_the_key_value_store_is_shared_and_never_waits() -> None:
     def post(platform: Platform) -> bytes | None:
-        mailbox = platform.ranks.mailbox
-        assert mailbox.get(f"none/{platform.ranks.rank}") is None
+        store = platform.ranks.key_value_store
+        assert store.get(f"none/{platform.ranks.rank}") is None
         if platform.ranks.rank == 0:
-            mailbox.set("key", b"\x00\xff")
+            store.set("key", b"\x00\xff")
         platform.ranks.all_gather_object(None)
-        value = mailbox.get("key")
+        value = store.get("key")
         platform.ranks.all_gather_object(None)
-        mailbox.delete("key")
-        assert mailbox.get("key") is None
+        store.delete("key")
+        assert store.get("key") is None
         return value
 
     assert run_world(3, post) == [b"\x00\xff"] * 3

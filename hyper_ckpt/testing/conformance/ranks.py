@@ -1,4 +1,4 @@
-"""What `Ranks` and `Mailbox` promise, on N ranks. Every check runs on each of them at once."""
+"""What `Ranks` and `KeyValueStore` promise, on N ranks. Every check runs on each of them at once."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def pattern(rank: int, nbytes: int) -> bytes:
 
 
 def wait_for(s: Subject, key: str) -> bytes:
-    """The value of a mailbox key, once it is there."""
+    """The value of a key-value store key, once it is there."""
     deadline = time.monotonic() + s.timeout
     while time.monotonic() < deadline:
-        value = s.ranks.mailbox.get(key)
+        value = s.ranks.key_value_store.get(key)
         if value is not None:
             return value
         time.sleep(0.002)
     raise AssertionError(
         f"promised: a key that one rank has set is seen by all\nseen: rank {s.ranks.rank} does not get {key!r} within "
-        f"{s.timeout:g} s\nchange: Mailbox.set must reach every rank"
+        f"{s.timeout:g} s\nchange: KeyValueStore.set must reach every rank"
     )
 
 
@@ -46,9 +46,9 @@ def need(s: Subject, size: int) -> None:
 def ranks_are_numbered(s: Subject) -> None:
     """Each process has its own rank, 0 to world_size - 1, and all know the world's size."""
     size = s.ranks.world_size
-    seen = s.ranks.all_gather_object((s.ranks.rank, s.ranks.world_size))
+    seen = s.ranks.all_gather_object([s.ranks.rank, s.ranks.world_size])
     expect(
-        seen == [(rank, size) for rank in range(size)],
+        seen == [[rank, size] for rank in range(size)],
         "rank r is at position r, and all agree on world_size",
         f"(rank, world_size) = {seen}",
         "number ranks as PlatformProbe.join was told",
@@ -62,7 +62,7 @@ def all_gather_object_is_in_rank_order(s: Subject) -> None:
         lambda rank: rank,
         lambda rank: None if rank else "zero",
         lambda rank: {"rank": rank, "list": [1] * rank, "bytes": pattern(rank, 3)},
-        lambda rank: (rank, "ünïcødé"),
+        lambda rank: [rank, "ünïcødé", -1.5, True],
     ]
     for of in values:
         got = s.ranks.all_gather_object(of(s.ranks.rank))
@@ -199,9 +199,9 @@ def a_group_of_one(s: Subject) -> None:
 
 
 @world
-def the_mailbox_carries_bytes(s: Subject) -> None:
+def the_key_value_store_carries_bytes(s: Subject) -> None:
     """A value that one rank sets is got by all, byte for byte: binary, empty, 1 MiB, and replaced ones."""
-    box, rank, size = s.ranks.mailbox, s.ranks.rank, s.ranks.world_size
+    box, rank, size = s.ranks.key_value_store, s.ranks.rank, s.ranks.world_size
     values = {"binary": bytes(range(256)), "empty": b"", "large": pattern(7, 1 << 20), "text": b"\0null\xff"}
     box.set(f"carries/{rank}/twice", b"old")
     for name, value in values.items():
@@ -211,24 +211,26 @@ def the_mailbox_carries_bytes(s: Subject) -> None:
         for name, value in values.items():
             got = wait_for(s, f"carries/{other}/{name}")
             wanted = value + pattern(other, len(value) > 0)
-            same_bytes(got, wanted, f"the mailbox carries the {name} value of rank {other}", "carry bytes unchanged")
+            same_bytes(got, wanted, f"rank {other}'s {name} value is carried", "carry bytes unchanged")
     s.ranks.all_gather_object(None)
     for other in range(size):
-        same_bytes(wait_for(s, f"carries/{other}/twice"), b"new", "set replaces an earlier value", "see Mailbox.set")
+        same_bytes(
+            wait_for(s, f"carries/{other}/twice"), b"new", "set replaces an earlier value", "see KeyValueStore.set"
+        )
 
 
 @world
 def an_absent_key_is_none(s: Subject) -> None:
     """`get` of a key that nobody has set gives None at once, each time; it neither waits nor makes the key."""
     for _ in range(3):
-        got = s.ranks.mailbox.get("absent/never set")
+        got = s.ranks.key_value_store.get("absent/never set")
         expect(got is None, "get of an absent key is None", f"{got!r}", "return None where the key is not there")
 
 
 @world
 def deleted_keys_are_absent(s: Subject) -> None:
     """`delete` makes a key absent for all ranks; deleting an absent one is fine."""
-    box, key = s.ranks.mailbox, f"deleted/{s.ranks.rank}"
+    box, key = s.ranks.key_value_store, f"deleted/{s.ranks.rank}"
     box.delete(key)
     box.set(key, b"x")
     expect(
@@ -243,9 +245,43 @@ def deleted_keys_are_absent(s: Subject) -> None:
 
 
 @world
-def the_mailbox_serves_several_threads(s: Subject) -> None:
+def a_get_waits_until_the_key_is_set(s: Subject) -> None:
+    """`get_many` with a timeout gives what is there as soon as one of its keys is, and {} when the time is up; other
+    calls go on meanwhile."""
+    store, rank, size = s.ranks.key_value_store, s.ranks.rank, s.ranks.world_size
+    got = store.get_many([f"waits/{rank}/never"], 0.05)
+    expect(got == {}, "{} when no key was set in time", f"{got!r:.80}", "return {} after `timeout` seconds")
+    before, key = f"waits/{(rank - 1) % size}", f"waits/{rank}"
+    seen: dict[str, bytes] = {}
+    waiting = threading.Thread(target=lambda: seen.update(store.get_many([f"{before}/never", before], s.timeout)))
+    waiting.start()
+    s.ranks.all_gather_object(None)  # nobody sets a key before all others are about to wait for it
+    store.set(key, pattern(rank, 3))
+    waiting.join(2 * s.timeout)
+    wanted = {before: pattern((rank - 1) % size, 3)}
+    expect(seen == wanted, f"a get that waits is answered with {wanted}", f"{seen!r:.80}", "answer waiting gets in set")
+
+
+@world
+def keys_are_deleted_by_prefix(s: Subject) -> None:
+    """`delete_prefix` makes all keys absent that begin so, on all ranks, and no other ones."""
+    store, own, other = s.ranks.key_value_store, f"prefix/{s.ranks.rank}/", f"prefix-/{s.ranks.rank}"
+    store.set_many({f"{own}{n}": b"x" for n in range(300)} | {other: b"stays"})
+    store.delete_prefix(own)
+    left = store.get_many([f"{own}{n}" for n in range(300)])
+    expect(left == {}, f"no key that begins with {own!r}", f"{len(left)} of 300", "see KeyValueStore.delete_prefix")
+    s.ranks.all_gather_object(None)
+    keys = [f"prefix-/{rank}" for rank in range(s.ranks.world_size)]
+    found = store.get_many(keys)
+    expect(
+        len(found) == len(keys), "keys that begin otherwise stay", f"{len(found)} of {len(keys)}", "see delete_prefix"
+    )
+
+
+@world
+def the_key_value_store_serves_several_threads(s: Subject) -> None:
     """`set`, `get` and `delete` work from several threads of a rank at once, beside gets of absent keys."""
-    box, rank = s.ranks.mailbox, s.ranks.rank
+    box, rank = s.ranks.key_value_store, s.ranks.rank
     problems: list[str] = []
 
     def work(number: int) -> None:
@@ -267,26 +303,26 @@ def the_mailbox_serves_several_threads(s: Subject) -> None:
         thread.join(s.timeout)
     if any(thread.is_alive() for thread in threads):
         problems.append(f"a thread did not return within {s.timeout:g} s")
-    expect(not problems, "the mailbox serves several threads at once", "; ".join(problems[:3]), "guard its client")
+    expect(not problems, "the store serves several threads at once", "; ".join(problems[:3]), "guard its client")
 
 
 @world
-def the_mailbox_needs_no_other_rank(s: Subject) -> None:
-    """Calls on the mailbox return while all other ranks sit in a collective."""
+def the_key_value_store_needs_no_other_rank(s: Subject) -> None:
+    """Calls on the key-value store return while all other ranks sit in a collective."""
     busy = s.ranks.world_size - 1
     if s.ranks.rank == busy:
         for turn in range(50):
-            s.ranks.mailbox.set(f"alone/{turn}", pattern(turn, 10))
-            got = s.ranks.mailbox.get(f"alone/{turn}")
-            expect(got == pattern(turn, 10), "a rank gets what it has set", f"{got!r}", "see Mailbox")
-            s.ranks.mailbox.delete(f"alone/{turn}")
+            s.ranks.key_value_store.set(f"alone/{turn}", pattern(turn, 10))
+            got = s.ranks.key_value_store.get(f"alone/{turn}")
+            expect(got == pattern(turn, 10), "a rank gets what it has set", f"{got!r}", "see KeyValueStore")
+            s.ranks.key_value_store.delete(f"alone/{turn}")
     got_all = s.ranks.all_gather_object(s.ranks.rank)
     expect(got_all == list(range(s.ranks.world_size)), "the collective completes", f"{got_all}", "see Ranks")
 
 
 @world
-def the_mailbox_serves_a_rank_in_a_collective(s: Subject) -> None:
-    """Other threads of a rank use the mailbox while its main thread waits in a collective."""
+def the_key_value_store_serves_a_rank_in_a_collective(s: Subject) -> None:
+    """Other threads of a rank use the key-value store while its main thread waits in a collective."""
     need(s, 2)
     late, rank = s.ranks.world_size - 1, s.ranks.rank
     problems: list[str] = []
@@ -294,11 +330,11 @@ def the_mailbox_serves_a_rank_in_a_collective(s: Subject) -> None:
     def work() -> None:
         try:
             for turn in range(20):  # until the main thread is surely in its collective
-                s.ranks.mailbox.set(f"beside/{rank}/{turn}", b"x")
-                s.ranks.mailbox.get(f"beside/{rank}/{turn}")
-                s.ranks.mailbox.delete(f"beside/{rank}/{turn}")
+                s.ranks.key_value_store.set(f"beside/{rank}/{turn}", b"x")
+                s.ranks.key_value_store.get(f"beside/{rank}/{turn}")
+                s.ranks.key_value_store.delete(f"beside/{rank}/{turn}")
                 time.sleep(0.02)
-            s.ranks.mailbox.set(f"beside/{rank}", b"done")
+            s.ranks.key_value_store.set(f"beside/{rank}", b"done")
         except Exception as error:
             problems.append(f"{type(error).__name__}: {error}")
 
@@ -310,18 +346,23 @@ def the_mailbox_serves_a_rank_in_a_collective(s: Subject) -> None:
     s.ranks.all_gather_object(None)
     if rank != late:
         thread.join(s.timeout)
-    expect(not problems, "the mailbox serves other threads of a rank in a collective", f"{problems[:1]}", "see Mailbox")
+    expect(
+        not problems,
+        "the key-value store serves other threads of a rank in a collective",
+        f"{problems[:1]}",
+        "see KeyValueStore",
+    )
 
 
 def _wait_beside(s: Subject, late: int) -> None:
     deadline = time.monotonic() + s.timeout
     missing = set(range(late))
     while missing:
-        missing = {rank for rank in missing if s.ranks.mailbox.get(f"beside/{rank}") is None}
+        missing = {rank for rank in missing if s.ranks.key_value_store.get(f"beside/{rank}") is None}
         expect(
             time.monotonic() < deadline,
-            "threads of a rank whose main thread waits in a collective use the mailbox",
+            "threads of a rank whose main thread waits in a collective use the key-value store",
             f"those of ranks {sorted(missing)} do not get on while this rank has not come to the collective",
-            "no lock, connection or interpreter lock may be held by both: give the mailbox a connection of its own",
+            "no lock, connection or interpreter lock may be held by both: give the store a connection of its own",
         )
         time.sleep(0.005)

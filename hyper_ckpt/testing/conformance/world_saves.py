@@ -76,7 +76,7 @@ def a_rank_that_fails_is_named(s: Subject) -> None:
         isinstance(error, CheckpointError) and f"rank {failing}" in str(error) and "wrong" in str(error),
         f"the error of rank {failing} on every rank, with its number",
         f"{type(error).__name__} on rank {s.ranks.rank}: {error}",
-        "see Mailbox: it carries the news of failures",
+        "see KeyValueStore: it carries the news of failures",
     )
     s.ranks.all_gather_object(None)
     _nothing_there(where)
@@ -97,10 +97,10 @@ def a_silent_rank_is_named(s: Subject) -> None:
                 isinstance(error, RankTimeoutError) and error.ranks == (silent,),
                 f"a RankTimeoutError that names rank {silent}, {SILENCE_SECONDS:g} s after the call",
                 f"{type(error).__name__} on rank {s.ranks.rank}: {error}",
-                "no call on the mailbox, and nothing before the ranks have met there, may wait for another rank",
+                "no call but a `get` on the key-value store, and nothing before ranks meet there, may wait for another",
             )
     finally:
-        s.ranks.mailbox.set(f"silent/{s.ranks.rank}", b"done")
+        s.ranks.key_value_store.set(f"silent/{s.ranks.rank}", b"done")
     # The silent rank stays: with its process it would be a dead one, and may host what the others need.
     for rank in range(s.ranks.world_size):
         wait_for(s, f"silent/{rank}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ import numpy as np
 from mindspore.communication import GlobalComm
 from mindspore.communication._comm_helper import _get_group_map
 
-from hyper_ckpt.contracts.platform import ByteBuffer
+from hyper_ckpt.contracts.platform import ByteBuffer, packed, unpacked
 from hyper_ckpt.errors import RankFailedError
 from hyper_ckpt_mindspore.devices import array_of, finish, tensor_over
 
@@ -78,12 +77,12 @@ class Group:
     @_failures_named()
     def all_gather_object(self, value: Any) -> list[Any]:
         """Everybody's value. What does not fit into the first message is padded to the largest."""
-        data = pickle.dumps(value)
+        data = packed(value)
         sizes, parts = self._heads(data)
         if max(sizes) > _HEAD:
             rests = self._all_gather(_padded(data[_HEAD:], max(sizes) - _HEAD))
             parts = [part + rest.tobytes() for part, rest in zip(parts, rests, strict=True)]
-        return [pickle.loads(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+        return [unpacked(part[:size]) for part, size in zip(parts, sizes, strict=True)]
 
     @_failures_named()
     def gather_bytes(self, data: bytes) -> list[bytes] | None:

@@ -37,7 +37,7 @@ class MindSporePlatform(Platform):
         store: a `mindspore.mint.distributed.TCPStore` that all ranks of the group can reach, used once to find each
             other. Without it the first save or load begins with a collective, for which ranks must come within
             MindSpore's own limit (30 s on the CPU).
-        mailbox_host: name or address under which the other ranks reach the group's rank 0, where that is not the
+        key_value_host: name or address under which the other ranks reach the group's rank 0, where that is not the
             address it uses itself.
     """
 
@@ -47,9 +47,9 @@ class MindSporePlatform(Platform):
         *,
         layouts: Mapping[Any, Any] | None = None,
         store: dist.TCPStore | None = None,
-        mailbox_host: str | None = None,
+        key_value_host: str | None = None,
     ) -> None:
-        ranks, global_ranks, own = _ranks(group, store, mailbox_host)
+        ranks, global_ranks, own = _ranks(group, store, key_value_host)
         device = Device()
         own_tensors = MindSporeTensors(Layouts(global_ranks, own, layouts), device)
         tensors = CompositeTensors([own_tensors, NumpyTensors()])
@@ -66,7 +66,7 @@ def default() -> Platform:
 
 
 def _ranks(
-    group: str | None, store: dist.TCPStore | None, mailbox_host: str | None
+    group: str | None, store: dist.TCPStore | None, key_value_host: str | None
 ) -> tuple[Ranks, tuple[int, ...], int]:
     """The ranks, MindSpore's number of each, and its number of this one."""
     if not dist.is_initialized():
@@ -75,5 +75,5 @@ def _ranks(
         return SingleRank(), (0,), 0
     from hyper_ckpt_mindspore.ranks import MindSporeRanks
 
-    ranks = MindSporeRanks(group, store, mailbox_host)
+    ranks = MindSporeRanks(group, store, key_value_host)
     return (ranks if ranks.world_size > 1 else SingleRank()), ranks.global_ranks, dist.get_rank()

@@ -12,8 +12,9 @@ import mindspore.mint.distributed as dist
 
 from hyper_ckpt.contracts.platform import ByteBuffer, Done, Pending, Ranks
 from hyper_ckpt.errors import PlanError, PlatformError
+from hyper_ckpt.key_value import KeyValueClient, KeyValueServer
 from hyper_ckpt_mindspore.collectives import Group, group_of, world_name
-from hyper_ckpt_mindspore.mailbox import StoreMailbox, open_mailbox
+from hyper_ckpt_mindspore.rendezvous import open_store
 
 # Of mccl, MindSpore's collectives on the CPU: the limit is in its code, the speed is an estimate.
 _MCCL_SECONDS = 30.0
@@ -37,20 +38,20 @@ class MindSporeRanks(Ranks):
 
     Args:
         group: name of a group of MindSpore that this process is a member of; None is the world group.
-        store, mailbox_host: see `MindSporePlatform`.
+        store, key_value_host: see `MindSporePlatform`.
 
     Raises:
         PlatformError: there is no such group here.
     """
 
     def __init__(
-        self, group: str | None = None, store: dist.TCPStore | None = None, mailbox_host: str | None = None
+        self, group: str | None = None, store: dist.TCPStore | None = None, key_value_host: str | None = None
     ) -> None:
         try:
             self._group = Group(world_name() if group is None else group)
         except (RuntimeError, ValueError) as error:
             raise PlatformError(f"this process is not a member of a group named {group!r}") from error
-        self._store, self._mailbox_host = store, mailbox_host
+        self._store, self._key_value_host = store, key_value_host
         self.global_ranks = self._group.ranks
         self._groups: dict[tuple[int, ...], RankGroup] = {}
         if ms.get_context("device_target") == "CPU":
@@ -65,8 +66,8 @@ class MindSporeRanks(Ranks):
         return self._group.size
 
     @cached_property
-    def mailbox(self) -> StoreMailbox:
-        return open_mailbox(self._group, self.timeout, self._store, self._mailbox_host)
+    def key_value_store(self) -> KeyValueServer | KeyValueClient:
+        return open_store(self._group, lambda: self.timeout, self._store, self._key_value_host)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return self._everybody.all_gather_object(value)
@@ -92,7 +93,7 @@ class MindSporeRanks(Ranks):
     def _everybody(self) -> Group:
         if self._store is None:
             # Its opening is a collective too, which then comes first on all ranks, whatever each of them does first.
-            self.mailbox  # noqa: B018
+            self.key_value_store  # noqa: B018
         return self._group
 
     def _of(self, ranks: tuple[int, ...]) -> RankGroup:

@@ -127,13 +127,13 @@ def subset(rank: int, world_size: int) -> object:
     communication.create_group(f"half-{mine[0]}", mine)
     ranks = MindSporePlatform(f"half-{mine[0]}").ranks
     if ranks.rank == 0:
-        ranks.mailbox.set("from", str(rank).encode())
+        ranks.key_value_store.set("from", str(rank).encode())
     gathered = ranks.all_gather_object(rank)
-    posted = ranks.mailbox.get("from")
+    posted = ranks.key_value_store.get("from")
     buffer = np.full(4, rank, np.uint8)
     ranks.broadcast_into([buffer], 1, ranks.groups([(0, 1)])[0]).wait()
     scattered = ranks.scatter_bytes([b"first", b"second"] if ranks.rank == 0 else None)
-    ranks.all_gather_object(None)  # rank 0 hosts the mailbox: it leaves last
+    ranks.all_gather_object(None)  # rank 0 hosts the store: it leaves last
     return (
         ranks.rank,
         ranks.global_ranks,
@@ -154,11 +154,11 @@ def test_a_subset_numbers_its_own_ranks(mccl):
     ]
 
 
-def use_mailbox(rank: int, world_size: int, by_store: bool) -> bytes | None:
+def use_key_value_store(rank: int, world_size: int, by_store: bool) -> bytes | None:
     import mccl_world
 
     ranks = ranks_of(world_size, store=mccl_world.store() if by_store else None)
-    box = ranks.mailbox
+    box = ranks.key_value_store
     if rank == 0:
         box.set("empty", b"")
         box.set("key", b"nothing yet")
@@ -181,7 +181,7 @@ def use_mailbox(rank: int, world_size: int, by_store: bool) -> bytes | None:
     ranks.all_gather_object(None)
     assert box.get("key") == b"again"
     if by_store:
-        key = f"there/hyper_ckpt/mailbox/{ranks._group.name}"
+        key = f"there/hyper_ckpt/key_value_store/{ranks._group.name}"
         assert mccl_world.store().add(key, 0) == 0, "the address is gone once all have connected"
     ranks.all_gather_object(None)
     return value
@@ -189,13 +189,13 @@ def use_mailbox(rank: int, world_size: int, by_store: bool) -> bytes | None:
 
 @pytest.mark.parametrize("by_store", [False, True])
 @pytest.mark.parametrize("world_size", [4, 3])
-def test_mailbox(mccl, world_size, by_store):
-    assert mccl(use_mailbox, by_store, world_size=world_size) == [b"\x00\xff" * 1000] * world_size
+def test_key_value_store(mccl, world_size, by_store):
+    assert mccl(use_key_value_store, by_store, world_size=world_size) == [b"\x00\xff" * 1000] * world_size
 
 
-def use_mailbox_from_threads(rank: int, world_size: int) -> int:
+def use_key_value_store_from_threads(rank: int, world_size: int) -> int:
     ranks = ranks_of(world_size)
-    box = ranks.mailbox
+    box = ranks.key_value_store
     errors: list[BaseException] = []
 
     def talk(number: int) -> None:
@@ -217,8 +217,8 @@ def use_mailbox_from_threads(rank: int, world_size: int) -> int:
     return len(errors)
 
 
-def test_mailbox_is_usable_from_threads(mccl):
-    assert mccl(use_mailbox_from_threads, world_size=2) == [0, 0]
+def test_key_value_store_is_usable_from_threads(mccl):
+    assert mccl(use_key_value_store_from_threads, world_size=2) == [0, 0]
 
 
 def default_platform(rank: int, world_size: int) -> int:
@@ -237,32 +237,25 @@ def test_default_is_the_world(mccl):
 class LostStore:
     """A client whose server is gone: MindSpore says so only where a counter is asked for."""
 
-    calls = 0
-
     def set(self, key: str, value: bytes) -> None:
         pass
 
     def add(self, key: str, amount: int) -> int:
-        self.calls += 1
         raise RuntimeError("TCP addition operation failed!")
 
 
-@pytest.mark.parametrize("first", ["set", "get"])
-def test_a_mailbox_whose_host_is_gone_names_it_and_does_not_try_again(first):
-    from hyper_ckpt_mindspore.mailbox import Messages, StoreMailbox
+def test_a_lost_store_of_mindspores_is_a_failed_rank():
+    from hyper_ckpt_mindspore.rendezvous import Notes
 
-    store = LostStore()
-    box = StoreMailbox(Messages(store), "name")
-    uses = {"get": lambda: box.get("k"), "set": lambda: box.set("k", b"v"), "delete": lambda: box.delete("k")}
-    for name in (first, "get", "set", "delete"):
-        with pytest.raises(RankFailedError, match="rank 0") as caught:
-            uses[name]()
+    notes = Notes(LostStore())
+    for use in (lambda: notes.look("k"), lambda: notes.put("k", b"v")):
+        with pytest.raises(RankFailedError, match="host") as caught:
+            use()
         assert caught.value.ranks == (0,)
-    assert store.calls == 1
 
 
 class RacingStore:
-    """A store from which a message vanishes between a look at its counter and the reading of it."""
+    """A store from which a text vanishes between a look at its counter and the reading of it."""
 
     there = 1
 
@@ -274,29 +267,27 @@ class RacingStore:
         raise RuntimeError("TCP get operation failed.")
 
 
-def test_a_message_deleted_while_it_is_read_is_absent():
-    from hyper_ckpt_mindspore.mailbox import Messages, StoreMailbox
+def test_a_text_deleted_while_it_is_read_is_absent():
+    from hyper_ckpt_mindspore.rendezvous import Notes
 
-    assert StoreMailbox(Messages(RacingStore()), "name").get("k") is None
+    assert Notes(RacingStore()).look("k") is None
 
 
 def stale_address(rank: int, world_size: int) -> bytes | None:
     """An address that nobody answers at, left by a platform that is gone, does no harm."""
     import mccl_world
 
-    from hyper_ckpt_mindspore import mailbox
+    from hyper_ckpt.key_value import Address
+    from hyper_ckpt_mindspore.rendezvous import Notes
 
     store = mccl_world.store()
     ranks = ranks_of(world_size, store=store)
     if rank == 0:
-        address = f"{mailbox._machine()} 127.0.0.1 9 name"
-        mailbox.Messages(store).put(f"hyper_ckpt/mailbox/{ranks._group.name}", address.encode())
+        Notes(store).put(f"hyper_ckpt/key_value_store/{ranks._group.name}", Address("127.0.0.1", 9).encoded())
     mccl_world.barrier(world_size)
     if rank == 0:
         time.sleep(0.2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mailbox, "_ATTEMPT_SECONDS", 1.0)
-        box = ranks.mailbox
+    box = ranks.key_value_store
     box.set(f"from/{rank}", b"here")
     mccl_world.barrier(world_size)
     value = box.get(f"from/{1 - rank}")
@@ -317,7 +308,7 @@ def silent_rank_zero(rank: int, world_size: int) -> str:
         return ""
     ranks.timeout = 0.3
     with pytest.raises(RankTimeoutError, match="has not called in within") as caught:
-        ranks.mailbox  # noqa: B018 - connects
+        ranks.key_value_store  # noqa: B018 - connects
     mccl_world.barrier(world_size)
     return str(caught.value)
 
@@ -326,15 +317,11 @@ def test_with_a_store_a_silent_rank_zero_is_named_in_time(mccl):
     assert mccl(silent_rank_zero, world_size=2)[1]
 
 
-def ranks_on_different_machines(rank: int, world_size: int, by_store: bool) -> bytes | None:
+def named_host(rank: int, world_size: int, by_store: bool) -> bytes | None:
     import mccl_world
 
-    from hyper_ckpt_mindspore import mailbox
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mailbox, "_machine", lambda: f"machine{rank}")
-        ranks = ranks_of(world_size, store=mccl_world.store() if by_store else None, mailbox_host="localhost")
-        box = ranks.mailbox
+    store = mccl_world.store() if by_store else None
+    box = ranks_of(world_size, store=store, key_value_host="localhost").key_value_store
     if rank == 0:
         box.set("key", b"value")
     mccl_world.barrier(world_size)
@@ -343,34 +330,25 @@ def ranks_on_different_machines(rank: int, world_size: int, by_store: bool) -> b
     return value
 
 
-def test_ranks_on_different_machines_use_the_name_given(mccl):
-    assert mccl(ranks_on_different_machines, True, world_size=2) == [b"value"] * 2
-
-
-def test_where_rank_zero_is_reached():
-    from hyper_ckpt_mindspore import mailbox
-
-    assert mailbox._reached_at(True, None, "10.0.0.1") == "127.0.0.1"
-    assert mailbox._reached_at(True, "name", None) == mailbox._reached_at(False, "name", None) == "name"
-    for other in ("no-such-host.invalid", None, "127.0.0.1"):
-        assert mailbox._reached_at(False, None, other) not in ("", "127.0.0.1")
+@pytest.mark.parametrize("by_store", [False, True])
+def test_the_caller_may_name_rank_zeros_host(mccl, by_store):
+    assert mccl(named_host, by_store, world_size=2) == [b"value"] * 2
 
 
 def rank_zero_dies(rank: int, world_size: int) -> None:
     ranks = ranks_of(world_size)
-    ranks.mailbox.set(f"here/{rank}", b"")
+    ranks.key_value_store.set(f"here/{rank}", b"")
     if rank == 0:
         import os
 
-        while ranks.mailbox.get("here/1") is None:
+        while ranks.key_value_store.get("here/1") is None:
             time.sleep(0.01)
         os._exit(7)
-    time.sleep(1.0)  # a question that is under way at that moment is answered only after 15 s
-    ranks.mailbox.get("absent")
+    ranks.key_value_store.get("absent", 20.0)
 
 
 def test_a_rank_that_dies_is_noticed_at_once(doomed):
-    """By the mailbox and the pool, not by MindSpore, which would wait for it."""
+    """By the key-value store and the pool, not by MindSpore, which would wait for it."""
     with pytest.raises(PoolError, match="rank 0 died") as caught:
         doomed.run(rank_zero_dies, timeout=30.0)
     error = caught.value.failures[1].exception()
@@ -387,6 +365,6 @@ def test_without_a_world_it_is_a_world_of_one():
     assert ranks.gather_bytes(b"x") == [b"x"]
     assert ranks.scatter_bytes([b"y"]) == b"y"
     assert isinstance(ranks.broadcast_into([np.zeros(1, np.uint8)], 0), Done)
-    ranks.mailbox.set("a", b"b")
-    assert ranks.mailbox.get("a") == b"b"
+    ranks.key_value_store.set("a", b"b")
+    assert ranks.key_value_store.get("a") == b"b"
     assert default() is default()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import pickle
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,17 +19,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hyper_ckpt.contracts.platform import ByteBuffer
+from hyper_ckpt.contracts.platform import ByteBuffer, KeyValueStore, packed, unpacked
 from hyper_ckpt.errors import PlatformError, RankFailedError
+from hyper_ckpt_torch.gloo_store import GlooStore
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store  # hidden from type checkers elsewhere
+    from torch._C._distributed_c10d import ProcessGroupGloo  # hidden from type checkers elsewhere
 else:
-    from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+    from torch.distributed import ProcessGroupGloo
 
 # Named everywhere: the user may have set another default device.
 _HOST = torch.device("cpu")
-# For ranks that have met in the mailbox just before.
+# gloo's own limit, for groups of ranks that have met in the key-value store just before.
 COLLECTIVE_TIMEOUT = timedelta(seconds=1800)
 
 
@@ -63,26 +64,46 @@ class GlooGroup:
         member: this process's place in the group.
         size: members.
         timeout: seconds that a collective may take, asked for each anew.
+        found: through which the members found each other; kept for torch.
     """
 
-    def __init__(self, gloo: ProcessGroupGloo, member: int, size: int, timeout: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        gloo: ProcessGroupGloo,
+        member: int,
+        size: int,
+        timeout: Callable[[], float],
+        found: GlooStore | None = None,
+    ) -> None:
         self.size = size
         self.member = member
         self._seconds = timeout
         self._gloo: Any = gloo
+        self._found = found
 
     @classmethod
-    def connect(cls, store: Store, ranks: Sequence[int], member: int, timeout: Callable[[], float]) -> GlooGroup:
+    def connect(
+        cls, store: KeyValueStore, own_address: str, ranks: Sequence[int], member: int, timeout: Callable[[], float]
+    ) -> GlooGroup:
         """A group of our own. Its members connect, who all do so; nobody else takes part.
 
         Args:
-            store: of this process alone, since connecting waits in it.
+            store: where members find each other.
+            own_address: this host's, under which the other members reach it.
             ranks: names the group: one group per set of ranks and store.
+            timeout: seconds that connecting may take, and later each collective.
         """
         name = hashlib.sha256(np.asarray(ranks, "<i8").tobytes()).hexdigest()[:32]
+        seconds = min(timeout(), COLLECTIVE_TIMEOUT.total_seconds())
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=seconds)
         with _failures_named():
-            gloo = ProcessGroupGloo(PrefixStore(f"group/{name}", store), member, len(ranks), COLLECTIVE_TIMEOUT)
-        return cls(gloo, member, len(ranks), timeout)
+            # Here gloo could be told to connect only pairs that talk (lazy_init): all connect to all now.
+            options._devices = [_device(own_address)]
+            found = GlooStore(store, f"group/{name}/", timeout)
+            gloo = ProcessGroupGloo(found, member, len(ranks), options)
+            gloo.set_timeout(COLLECTIVE_TIMEOUT)  # from here on each collective's own wait counts
+        return cls(gloo, member, len(ranks), timeout, found)
 
     @classmethod
     def of_caller(cls, group: dist.ProcessGroup, timeout: Callable[[], float]) -> GlooGroup:
@@ -101,13 +122,13 @@ class GlooGroup:
     @_failures_named()
     def all_gather_object(self, value: Any) -> list[Any]:
         """Everybody's value. Each is padded to the largest."""
-        data = _bytes_tensor(pickle.dumps(value))
+        data = _bytes_tensor(packed(value))
         sizes = self._all_gather_sizes(data.numel())
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=_HOST)
         padded[: data.numel()] = data
         gathered = [torch.empty_like(padded, device=_HOST) for _ in sizes]
         self._wait(self._gloo.allgather(gathered, padded))
-        return [pickle.loads(each[:size].numpy().tobytes()) for each, size in zip(gathered, sizes, strict=True)]
+        return [unpacked(each[:size].numpy().tobytes()) for each, size in zip(gathered, sizes, strict=True)]
 
     @_failures_named()
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
@@ -156,6 +177,13 @@ class GlooGroup:
         for work in [self._gloo.recv([part], source, 0) for source, part in parts if part.numel()]:
             self._wait(work)
         return [part.numpy().tobytes() for _, part in parts]
+
+
+def _device(own_address: str) -> Any:
+    """Listens on the address by which this host is reached and on no other; GLOO_SOCKET_IFNAME chooses instead."""
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return ProcessGroupGloo.create_default_device()
+    return ProcessGroupGloo.create_device(hostname=own_address)
 
 
 def _bytes_tensor(data: bytes) -> torch.Tensor:

@@ -32,7 +32,7 @@ class TorchPlatform(Platform):
 
     Args:
         process_group: this process is a member; None is the default group.
-        mailbox_host: name or address under which the other ranks reach the group's rank 0. Only needed where
+        key_value_host: name or address under which the other ranks reach the group's rank 0. Only needed where
             the address that rank 0 uses towards MASTER_ADDR is not that.
         groups: gloo groups of some of the ranks, as `dist.new_group` returned them on each, in which boxes that just
             these ranks want are passed on, instead of in groups of our own. Nothing else may use them during a load.
@@ -45,10 +45,10 @@ class TorchPlatform(Platform):
         self,
         process_group: dist.ProcessGroup | None = None,
         *,
-        mailbox_host: str | None = None,
+        key_value_host: str | None = None,
         groups: Sequence[Any] = (),
     ) -> None:
-        ranks, global_ranks = _ranks(process_group, mailbox_host, groups)
+        ranks, global_ranks = _ranks(process_group, key_value_host, groups)
         tensors = CompositeTensors([TorchTensors(global_ranks), NumpyTensors()])
         super().__init__("torch", ranks, tensors, TorchStager(), TorchObjects())
 
@@ -74,7 +74,7 @@ def _initialised() -> bool:
 
 
 def _ranks(
-    process_group: dist.ProcessGroup | None, mailbox_host: str | None, groups: Sequence[Any]
+    process_group: dist.ProcessGroup | None, key_value_host: str | None, groups: Sequence[Any]
 ) -> tuple[Ranks, tuple[int, ...]]:
     if not _initialised():
         if process_group is not None:
@@ -85,5 +85,5 @@ def _ranks(
         raise PlatformError("this process is not a member of the process group it was given")
     from hyper_ckpt_torch.ranks import TorchRanks
 
-    ranks = TorchRanks(group, mailbox_host, groups)
+    ranks = TorchRanks(group, key_value_host, groups)
     return (ranks if ranks.world_size > 1 else SingleRank()), ranks.global_ranks

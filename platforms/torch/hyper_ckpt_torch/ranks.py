@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from hyper_ckpt.contracts.platform import ByteBuffer, Done, Pending, Ranks
 from hyper_ckpt.errors import PlanError, PlatformError
+from hyper_ckpt.key_value import KeyValueClient, KeyValueServer
 from hyper_ckpt_torch.gloo import GlooGroup
-from hyper_ckpt_torch.mailbox import StoreMailbox, open_mailbox
+from hyper_ckpt_torch.rendezvous import open_store
 
 
 @dataclass(frozen=True)
@@ -26,19 +27,19 @@ class RankGroup:
 class TorchRanks(Ranks):
     """The members of `process_group`, numbered 0..world_size-1 as there, two or more.
 
-    The process group itself is never used. Nothing is connected before it is needed: the mailbox first,
-    which waits for rank 0 alone; gloo groups at the first collective, when all have met in the mailbox.
+    The process group itself is never used. Nothing is connected before it is needed: the key-value store first,
+    which waits for rank 0 alone; gloo groups at the first collective, when all have met in the store.
 
     Args:
         process_group: initialised; this process is a member.
-        mailbox_host, groups: see `TorchPlatform`.
+        key_value_host, groups: see `TorchPlatform`.
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup, mailbox_host: str | None = None, groups: Sequence[Any] = ()
+        self, process_group: dist.ProcessGroup, key_value_host: str | None = None, groups: Sequence[Any] = ()
     ) -> None:
         self._process_group_name = process_group.group_name
-        self._mailbox_host = mailbox_host
+        self._key_value_host = key_value_host
         self._rank = dist.get_rank(process_group)
         self.global_ranks = tuple(dist.get_process_group_ranks(process_group))
         self._groups: dict[tuple[int, ...], RankGroup] = {}
@@ -54,8 +55,10 @@ class TorchRanks(Ranks):
         return len(self.global_ranks)
 
     @cached_property
-    def mailbox(self) -> StoreMailbox:
-        return open_mailbox(self._process_group_name, self._rank, self.world_size, self.timeout, self._mailbox_host)
+    def key_value_store(self) -> KeyValueServer | KeyValueClient:
+        return open_store(
+            self._process_group_name, self._rank, self.world_size, lambda: self.timeout, self._key_value_host
+        )
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return self._everybody.all_gather_object(value)
@@ -94,7 +97,7 @@ class TorchRanks(Ranks):
 
     def _compare_given(self) -> None:
         """Once: a member that was not given a group would wait for the others in one of its own."""
-        given = self.all_gather_object(sorted(self._given))
+        given = [set(map(tuple, each)) for each in self.all_gather_object(sorted(map(list, self._given)))]
         for ranks in sorted({ranks for each in given for ranks in each}):
             without = [rank for rank in ranks if ranks not in given[rank]]
             if without:
@@ -111,21 +114,15 @@ class TorchRanks(Ranks):
             raise PlanError("a world of one has nobody to talk to: its ranks are a SingleRank")
         return group
 
-    @cached_property
-    def _store(self) -> Any:
-        # Not the mailbox's own client: connecting a group waits in it, and nobody else gets through meanwhile.
-        return self.mailbox.another_client()
-
     def _group(self, ranks: tuple[int, ...]) -> RankGroup:
         """The group of `ranks`, made once, by its members only. It takes connections, but no device memory."""
         known = self._groups.get(ranks)
         if known is None:
             if ranks != tuple(sorted(set(ranks))) or ranks[-1] >= self.world_size:
                 raise PlanError(f"a group is a sorted set of ranks below {self.world_size}, not {ranks}")
-            gloo = (
-                GlooGroup.connect(self._store, ranks, ranks.index(self._rank), lambda: self.timeout)
-                if len(ranks) > 1
-                else None
-            )
-            known = self._groups[ranks] = RankGroup(ranks, gloo)
+            known = self._groups[ranks] = RankGroup(ranks, self._connect(ranks) if len(ranks) > 1 else None)
         return known
+
+    def _connect(self, ranks: tuple[int, ...]) -> GlooGroup:
+        store = self.key_value_store
+        return GlooGroup.connect(store, store.own_address, ranks, ranks.index(self._rank), lambda: self.timeout)

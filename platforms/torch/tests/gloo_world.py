@@ -26,4 +26,4 @@ def run(rank: int, world_size: int, store: str, target: Target, args: tuple[Any,
         return result
     finally:
         dist.destroy_process_group()
-        gc.collect()  # platforms, and the mailboxes that they host
+        gc.collect()  # platforms, and the key-value stores that they host

@@ -61,7 +61,7 @@ def test_a_killed_rank_is_named_and_nothing_is_published(tmp_path: Path) -> None
 
 
 def save_and_leave_at_once(rank: int, world_size: int, root: str) -> None:
-    """Rank 0 hosts the mailbox: it must not leave before the others know that all is well."""
+    """Rank 0 hosts the store: it must not leave before the others know that all is well."""
     join_gloo(rank, world_size)
     hyper_ckpt.save(state(rank, 1.0), f"{root}/step-1", durable=False)
     os._exit(0)

@@ -12,8 +12,9 @@ import torch.distributed as dist
 import hyper_ckpt
 from hyper_ckpt.contracts.platform import Done
 from hyper_ckpt.errors import PlanError, PlatformError, RankFailedError
+from hyper_ckpt.key_value import Address, KeyValueServer
 from hyper_ckpt.testing.pool import PoolError
-from hyper_ckpt_torch import mailbox, plugin
+from hyper_ckpt_torch import plugin, rendezvous
 from hyper_ckpt_torch.gloo import GlooGroup
 from hyper_ckpt_torch.platform import TorchPlatform, default
 from hyper_ckpt_torch.ranks import TorchRanks
@@ -106,8 +107,8 @@ def test_wrong_groups_are_refused(gloo):
     gloo(wrong_groups, world_size=2)
 
 
-def use_mailbox(rank: int, world_size: int) -> bytes | None:
-    box = TorchPlatform().ranks.mailbox
+def use_key_value_store(rank: int, world_size: int) -> bytes | None:
+    box = TorchPlatform().ranks.key_value_store
     if rank == 0:
         box.set("empty", b"")
         box.set("key", b"\x00\xff" * 1000)
@@ -123,16 +124,16 @@ def use_mailbox(rank: int, world_size: int) -> bytes | None:
     box.delete("key")
     dist.barrier()
     assert box.get("key") is None
-    dist.barrier()  # rank 0 hosts the mailbox: it leaves last
+    dist.barrier()  # rank 0 hosts the store: it leaves last
     return value
 
 
-def test_mailbox(gloo):
-    assert gloo(use_mailbox) == [b"\x00\xff" * 1000] * 4
+def test_key_value_store(gloo):
+    assert gloo(use_key_value_store) == [b"\x00\xff" * 1000] * 4
 
 
-def use_mailbox_from_threads(rank: int, world_size: int) -> int:
-    box = TorchPlatform().ranks.mailbox
+def use_key_value_store_from_threads(rank: int, world_size: int) -> int:
+    box = TorchPlatform().ranks.key_value_store
     errors: list[BaseException] = []
 
     def talk(number: int) -> None:
@@ -153,8 +154,8 @@ def use_mailbox_from_threads(rank: int, world_size: int) -> int:
     return len(errors)
 
 
-def test_mailbox_is_usable_from_threads(gloo):
-    assert gloo(use_mailbox_from_threads, world_size=2) == [0, 0]
+def test_key_value_store_is_usable_from_threads(gloo):
+    assert gloo(use_key_value_store_from_threads, world_size=2) == [0, 0]
 
 
 def subset(rank: int, world_size: int) -> object:
@@ -167,9 +168,9 @@ def subset(rank: int, world_size: int) -> object:
     ranks = TorchPlatform(mine).ranks
     assert isinstance(ranks, TorchRanks)
     if ranks.rank == 0:
-        ranks.mailbox.set("from", str(rank).encode())
+        ranks.key_value_store.set("from", str(rank).encode())
     gathered = ranks.all_gather_object(rank)
-    posted = ranks.mailbox.get("from")
+    posted = ranks.key_value_store.get("from")
     return ranks.rank, ranks.global_ranks, gathered, posted, ranks.gather_bytes(bytes([rank])), dist.barrier()
 
 
@@ -186,9 +187,11 @@ def default_platform(rank: int, world_size: int) -> int:
     first = default()
     assert default() is first
     assert plugin.load() is first
-    first.ranks.mailbox.set(f"seen/{rank}", b"")
+    first.ranks.key_value_store.set(f"seen/{rank}", b"")
     dist.barrier()
-    leftover = dist.distributed_c10d._get_default_store().check([f"hyper_ckpt/mailbox/{dist.group.WORLD.group_name}"])
+    leftover = dist.distributed_c10d._get_default_store().check(
+        [f"hyper_ckpt/key_value_store/{dist.group.WORLD.group_name}"]
+    )
     assert not leftover, "the address is gone once all have connected"
     return plugin.active()
 
@@ -211,7 +214,7 @@ def test_ranks_may_have_made_different_groups_before(gloo):
 
 def rank_zero_leaves(rank: int, world_size: int) -> str:
     ranks = TorchPlatform().ranks
-    assert ranks.mailbox.get("absent") is None
+    assert ranks.key_value_store.get("absent") is None
     ranks.all_gather_object(None)
     if rank == 0:
         del ranks
@@ -220,7 +223,7 @@ def rank_zero_leaves(rank: int, world_size: int) -> str:
         return ""
     dist.barrier()
     with pytest.raises(RankFailedError, match="rank 0"):
-        ranks.mailbox.get("absent")
+        ranks.key_value_store.get("absent")
     with pytest.raises(RankFailedError, match="has ended") as caught:
         ranks.all_gather_object(None)
     return str(caught.value)
@@ -230,32 +233,33 @@ def test_a_rank_that_is_gone_is_a_failed_rank(gloo):
     assert gloo(rank_zero_leaves, world_size=2)[1]
 
 
-def stale_address(rank: int, world_size: int) -> bytes | None:
-    """An address that nobody answers at, left by a group that is gone, does no harm."""
+def stale_address(rank: int, world_size: int, kind: str) -> bytes | None:
+    """An address that a group left that is gone does no harm: nobody answers there, or another job's server does."""
     store = dist.distributed_c10d._get_default_store()
+    other = KeyValueServer("127.0.0.1")
+    port = 9 if kind == "nobody" else other.address.port
     if rank == 0:
-        store.set(f"hyper_ckpt/mailbox/{dist.group.WORLD.group_name}", f"{mailbox._machine()} 127.0.0.1 9")
+        stale = Address("127.0.0.1", port).encoded().decode()
+        store.set(f"hyper_ckpt/key_value_store/{dist.group.WORLD.group_name}", stale)
     dist.barrier()
     if rank == 0:
         time.sleep(0.2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mailbox, "_ATTEMPT_SECONDS", 1.0)
-        box = TorchPlatform().ranks.mailbox
+    box = TorchPlatform().ranks.key_value_store
     box.set(f"from/{rank}", b"here")
     dist.barrier()
     value = box.get(f"from/{1 - rank}")
     dist.barrier()
+    assert other.keys() == []
     return value
 
 
-def test_a_stale_address_is_tried_again(gloo):
-    assert gloo(stale_address, world_size=2) == [b"here"] * 2
+@pytest.mark.parametrize("kind", ["nobody", "another server"])
+def test_a_stale_address_is_tried_again(gloo, kind):
+    assert gloo(stale_address, kind, world_size=2) == [b"here"] * 2
 
 
-def ranks_on_different_machines(rank: int, world_size: int) -> bytes | None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mailbox, "_machine", lambda: f"machine{rank}")
-        box = TorchPlatform(mailbox_host="localhost").ranks.mailbox
+def named_host(rank: int, world_size: int) -> bytes | None:
+    box = TorchPlatform(key_value_host="localhost").ranks.key_value_store
     if rank == 0:
         box.set("key", b"value")
     dist.barrier()
@@ -264,17 +268,16 @@ def ranks_on_different_machines(rank: int, world_size: int) -> bytes | None:
     return value
 
 
-def test_ranks_on_different_machines(gloo):
-    assert gloo(ranks_on_different_machines, world_size=2) == [b"value"] * 2
+def test_the_caller_may_name_rank_zeros_host(gloo):
+    assert gloo(named_host, world_size=2) == [b"value"] * 2
 
 
-def test_own_address_is_found_from_the_masters(monkeypatch, tmp_path):
-    assert mailbox._own_address("127.0.0.1") == "127.0.0.1"
-    assert mailbox._own_address("no-such-host.invalid")
+def test_the_masters_host_is_found(monkeypatch, tmp_path):
     monkeypatch.setenv("MASTER_ADDR", "from.environment")
-    assert mailbox._master_host(dist.PrefixStore("a", dist.FileStore(str(tmp_path / "store"), 1))) == "from.environment"
+    files = dist.PrefixStore("a", dist.FileStore(str(tmp_path / "store"), 1))
+    assert rendezvous._master_host(files) == "from.environment"
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    assert mailbox._master_host(dist.PrefixStore("a", dist.PrefixStore("b", server))) == "localhost"
+    assert rendezvous._master_host(dist.PrefixStore("a", dist.PrefixStore("b", server))) == "localhost"
 
 
 def test_without_a_process_group_it_is_a_world_of_one():
@@ -284,8 +287,8 @@ def test_without_a_process_group_it_is_a_world_of_one():
     assert ranks.gather_bytes(b"x") == [b"x"]
     assert ranks.scatter_bytes([b"y"]) == b"y"
     assert isinstance(ranks.broadcast_into([np.zeros(1, np.uint8)], 0), Done)
-    ranks.mailbox.set("a", b"b")
-    assert ranks.mailbox.get("a") == b"b"
+    ranks.key_value_store.set("a", b"b")
+    assert ranks.key_value_store.get("a") == b"b"
     assert default() is default()
     assert plugin.active() == 0
     assert torch.distributed.is_initialized() is False
@@ -303,9 +306,9 @@ def callers_groups(rank: int, world_size: int, kind: str) -> list[object]:
     made: list[object] = []
     connect = GlooGroup.connect
 
-    def counted(store: object, ranks: tuple[int, ...], *rest: object) -> object:
+    def counted(store: object, address: str, ranks: tuple[int, ...], *rest: object) -> object:
         made.append(ranks)
-        return connect(store, ranks, *rest)
+        return connect(store, address, ranks, *rest)
 
     handles = platform.ranks.groups([(0,)])  # the first call of all: they are compared
     with pytest.MonkeyPatch.context() as patch:

@@ -198,12 +198,13 @@ def shard(dtype: str, shape: tuple[int, ...], data: bytes, sharding: Sharding, r
 
 @dataclass(frozen=True, eq=False)
 class ProcessGroup:
-    """The ranks of a job. Rank 0 may listen on `address`:`port`."""
+    """The ranks of a job. Rank 0 may listen on `address`:`port`. `secret` is known to this job's ranks alone."""
 
     rank: int
     world_size: int
     address: str
     port: int
+    secret: str = "simulated"
 
 
 _group: ProcessGroup | None = None

@@ -1,9 +1,7 @@
-"""The ranks of the framework's process group, over the switchboard of `mailbox`: in place of a vendor's collectives."""
+"""The ranks of the framework's process group, over the core's key-value store: in place of a vendor's collectives."""
 
 from __future__ import annotations
 
-import pickle
-import struct
 import threading
 import time
 import weakref
@@ -14,30 +12,32 @@ from typing import Any
 
 import numpy as np
 
-from hyper_ckpt.contracts.platform import ByteBuffer, Done, Mailbox, Pending, Ranks
-from hyper_ckpt.errors import PlanError, RankFailedError, RankTimeoutError
+from hyper_ckpt.contracts.platform import ByteBuffer, Done, Pending, Ranks, packed, unpacked
+from hyper_ckpt.errors import PlanError, PlatformError, RankFailedError, RankTimeoutError
+from hyper_ckpt.key_value import Address, KeyValueClient, KeyValueServer
 from hyper_ckpt_sample.framework import ProcessGroup
-from hyper_ckpt_sample.mailbox import PARTING_SECONDS, Client, Hub, HubMailbox, Op, Status
 
-_FIRST_POLL, _LAST_POLL = 0.0002, 0.01
+PARTING_SECONDS = 5.0
+"""How long rank 0 serves the others after it is done itself."""
+_RETRY_SECONDS = 0.02
+_PIECE = 16 << 20  # the store takes small values
 Members = tuple[int, ...]
 
 
 class SampleRanks(Ranks):
     """The members of a process group, two or more. The training's own communication is never used.
 
-    Nothing is connected before the mailbox is first used, which waits for rank 0 alone.
+    Nothing is connected before the key-value store is first used, which waits for rank 0 alone.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         # Not the group itself: the platform lives as long as that, and no longer.
         self._rank, self._world_size = group.rank, group.world_size
-        self._address, self._port = group.address, group.port
+        self._address = Address(group.address, group.port, group.secret)
         self._everybody: Members = tuple(range(group.world_size))
         self._numbers: Counter[Members] = Counter()
         self._lock = threading.Lock()
-        self._hub: Hub | None = None
-        self._client: Client | None = None
+        self._store: KeyValueServer | KeyValueClient | None = None
 
     @property
     def rank(self) -> int:
@@ -48,16 +48,19 @@ class SampleRanks(Ranks):
         return self._world_size
 
     @property
-    def mailbox(self) -> Mailbox:
-        return HubMailbox(self._connected())
+    def key_value_store(self) -> KeyValueServer | KeyValueClient:
+        with self._lock:
+            if self._store is None:
+                self._store = self._opened()
+            return self._store
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        return [pickle.loads(data) for data in self._all_gather(pickle.dumps(value))]
+        return [unpacked(data) for data in self._all_gather(packed(value))]
 
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
         key = self._next_key(self._everybody)
         if self._rank != 0:
-            self._post(f"{key}/{self._rank}", data, 1)
+            self._post(f"{key}/{self._rank}", data)
             return None
         return [data, *(self.take(f"{key}/{rank}", rank) for rank in self._everybody[1:])]
 
@@ -68,7 +71,7 @@ class SampleRanks(Ranks):
         if self._rank != 0 or parts is None:
             return self.take(f"{key}/{self._rank}", 0)
         for rank in self._everybody[1:]:
-            self._post(f"{key}/{rank}", parts[rank], 1)
+            self._post(f"{key}/{rank}", parts[rank])
         return bytes(parts[0])
 
     def broadcast_into(self, buffers: Sequence[ByteBuffer], src: int, group: Any = None) -> Pending:
@@ -77,9 +80,9 @@ class SampleRanks(Ranks):
             raise PlanError(f"a broadcast from rank {src} to rank {self._rank} in the group of ranks {members}")
         key = self._next_key(members)
         if self._rank != src:
-            return _Arriving(self, key, src, tuple(buffers), time.monotonic())
+            return _Arriving(self, key, src, len(members) - 1, tuple(buffers), time.monotonic())
         if len(members) > 1:
-            self._post(key, b"".join(buffer.tobytes() for buffer in buffers), len(members) - 1)
+            self._post(key, b"".join(buffer.tobytes() for buffer in buffers))
         return Done()
 
     def groups(self, rank_sets: Sequence[tuple[int, ...]]) -> list[Any]:
@@ -92,55 +95,59 @@ class SampleRanks(Ranks):
     def close(self, patience: float = PARTING_SECONDS) -> None:
         """Leaves the group. Rank 0 serves the others for up to `patience` seconds more."""
         with self._lock:
-            if self._client is not None:
-                self._client.close()
-            if self._hub is not None:
-                self._hub.close(patience)
+            if isinstance(self._store, KeyValueServer):
+                deadline = time.monotonic() + patience
+                for rank in self._everybody[1:]:  # one that has not come yet would not find it any more
+                    self._store.get(f"here/{rank}", max(deadline - time.monotonic(), 0.0))
+                self._store.close(max(deadline - time.monotonic(), 0.0))
+            elif self._store is not None:
+                self._store.close()
 
-    def take(self, key: str, sender: int, since: float | None = None) -> bytes:
-        """What another rank posts, once; waits for it, up to `timeout` from `since` (of `time.monotonic`) or now on.
+    def take(self, key: str, sender: int, readers: int = 1, since: float | None = None) -> bytes:
+        """What another rank posts; waits for it, up to `timeout` from `since` (of `time.monotonic`) or now on.
 
         Raises:
-            RankFailedError: the sender is gone.
-            RankTimeoutError: it did not post in time.
+            RankFailedError: rank 0, which hosts the store, is gone.
+            RankTimeoutError: the sender did not post in time.
         """
-        client, pause = self._connected(), _FIRST_POLL
-        deadline = (time.monotonic() if since is None else since) + self.timeout
-        while True:
-            status, data = client.call(Op.TAKE, key, struct.pack("<I", sender))
-            if status == Status.OK:
-                return data
-            if status == Status.GONE:
-                raise RankFailedError(f"a collective failed: rank {sender} has ended", [sender])
-            if time.monotonic() > deadline:
-                raise RankTimeoutError(
-                    f"a collective failed: rank {sender} did not come in {self.timeout:g} s", [sender]
-                )
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LAST_POLL)
+        store, since = self.key_value_store, time.monotonic() if since is None else since
+        size = store.get(f"{key}/size", max(since + self.timeout - time.monotonic(), 0.0))
+        if size is None:
+            raise RankTimeoutError(f"a collective failed: rank {sender} did not come in {self.timeout:g} s", [sender])
+        data = b"".join(store.get(f"{key}/{start}") or b"" for start in range(0, int(size), _PIECE))
+        if readers == 1 or store.add(f"{key}/readers", 1) == readers:  # this one is the last
+            store.delete_prefix(f"{key}/")
+        return data
 
-    def _post(self, key: str, data: bytes, readers: int) -> None:
-        self._connected().call(Op.POST, key, struct.pack("<I", readers) + data)
+    def _post(self, key: str, data: bytes) -> None:
+        store = self.key_value_store
+        for start in range(0, len(data), _PIECE):
+            store.set(f"{key}/{start}", data[start : start + _PIECE])
+        store.set(f"{key}/size", b"%d" % len(data))
 
     def _all_gather(self, data: bytes) -> list[bytes]:
-        key = self._next_key(self._everybody)
-        self._post(f"{key}/{self._rank}", data, self._world_size - 1)
-        return [data if rank == self._rank else self.take(f"{key}/{rank}", rank) for rank in self._everybody]
+        key, others = self._next_key(self._everybody), self._world_size - 1
+        self._post(f"{key}/{self._rank}", data)
+        return [data if rank == self._rank else self.take(f"{key}/{rank}", rank, others) for rank in self._everybody]
 
     def _next_key(self, members: Members) -> str:
         """Names a collective: its members call the same ones in the same order."""
         self._numbers[members] += 1
-        return f"{','.join(map(str, members))}/{self._numbers[members]}"
+        return f"collective/{','.join(map(str, members))}/{self._numbers[members]}"
 
-    def _connected(self) -> Client:
-        with self._lock:
-            if self._client is None:
-                if self._rank == 0 and self._hub is None:
-                    self._hub = Hub(self._address, self._port, self._world_size, self.timeout)
-                    weakref.finalize(self, self._hub.close)
-                self._client = Client(self._address, self._port, self._rank, self._world_size, self.timeout)
-                weakref.finalize(self, self._client.close)
-            return self._client
+    def _opened(self) -> KeyValueServer | KeyValueClient:
+        deadline, me = time.monotonic() + self.timeout, weakref.ref(self)
+        while True:
+            try:
+                if self._rank == 0:
+                    return KeyValueServer(self._address.host, self._address.port, self._address.token)
+                client = KeyValueClient(self._address, lambda: getattr(me(), "timeout", 0.0))
+                client.set(f"here/{self._rank}", b"")
+                return client
+            except (PlatformError, RankFailedError) as error:  # rank 0 is late; an earlier group may have its port yet
+                if time.monotonic() > deadline:
+                    raise RankTimeoutError(f"rank 0 did not open {self._address} in {self.timeout:g} s", [0]) from error
+            time.sleep(_RETRY_SECONDS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,11 +157,12 @@ class _Arriving:
     ranks: SampleRanks
     key: str
     src: int
+    readers: int
     buffers: tuple[ByteBuffer, ...]
     since: float
 
     def wait(self) -> None:
-        data = np.frombuffer(self.ranks.take(self.key, self.src, self.since), np.uint8)
+        data = np.frombuffer(self.ranks.take(self.key, self.src, self.readers, self.since), np.uint8)
         sizes = [buffer.nbytes for buffer in self.buffers]
         if sum(sizes) != len(data):
             raise PlanError(f"rank {self.src} sent {len(data)} bytes, {sum(sizes)} were expected")

@@ -14,17 +14,16 @@ from hyper_ckpt.testing.pool import PoolError
 from hyper_ckpt.testing.processes import free_port
 from hyper_ckpt_sample import framework, plugin
 from hyper_ckpt_sample.framework import ProcessGroup
-from hyper_ckpt_sample.mailbox import Client, Hub, HubMailbox
 from hyper_ckpt_sample.platform import default
 from hyper_ckpt_sample.ranks import SampleRanks
 
 
 def meet(ranks: SampleRanks, name: str) -> None:
-    """Waits in the mailbox until all ranks are here."""
-    ranks.mailbox.set(f"meet/{name}/{ranks.rank}", b"")
+    """Waits in the key-value store until all ranks are here."""
+    ranks.key_value_store.set(f"meet/{name}/{ranks.rank}", b"")
     deadline = time.monotonic() + 20
     for rank in range(ranks.world_size):
-        while ranks.mailbox.get(f"meet/{name}/{rank}") is None:
+        while ranks.key_value_store.get(f"meet/{name}/{rank}") is None:
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
@@ -112,9 +111,9 @@ def test_wrong_calls_are_refused(world):
     world(wrong_calls, world_size=2)
 
 
-def use_mailbox(rank: int, world_size: int) -> bytes | None:
+def use_key_value_store(rank: int, world_size: int) -> bytes | None:
     ranks = default().ranks
-    box = ranks.mailbox
+    box = ranks.key_value_store
     assert box.get("absent") is None
     if rank == 0:
         box.set("empty", b"")
@@ -130,18 +129,18 @@ def use_mailbox(rank: int, world_size: int) -> bytes | None:
     return value
 
 
-def test_mailbox(world):
-    assert world(use_mailbox) == [b"\x00\xff" * 1000] * 4
+def test_key_value_store(world):
+    assert world(use_key_value_store) == [b"\x00\xff" * 1000] * 4
 
 
-def use_mailbox_from_threads(rank: int, world_size: int) -> int:
+def use_key_value_store_from_threads(rank: int, world_size: int) -> int:
     ranks = default().ranks
     wrong: list[object] = []
 
     def talk(number: int) -> None:
         for i in range(100):
-            ranks.mailbox.set(f"{rank}/{number}/{i}", str(i).encode())
-            if ranks.mailbox.get(f"{rank}/{number}/{i}") != str(i).encode():
+            ranks.key_value_store.set(f"{rank}/{number}/{i}", str(i).encode())
+            if ranks.key_value_store.get(f"{rank}/{number}/{i}") != str(i).encode():
                 wrong.append((number, i))
 
     threads = [threading.Thread(target=talk, args=(number,)) for number in range(4)]
@@ -154,8 +153,8 @@ def use_mailbox_from_threads(rank: int, world_size: int) -> int:
     return len(wrong)
 
 
-def test_mailbox_is_usable_from_threads(world):
-    assert world(use_mailbox_from_threads, world_size=2) == [0, 0]
+def test_key_value_store_is_usable_from_threads(world):
+    assert world(use_key_value_store_from_threads, world_size=2) == [0, 0]
 
 
 def caught_after(call: Callable[[], object]) -> RankFailedError:
@@ -175,10 +174,13 @@ def rank_leaves(rank: int, world_size: int, leaver: int) -> tuple[int, ...]:
     if rank == leaver:
         ranks.close(patience=0)
         return ()
-    return caught_after(lambda: ranks.all_gather_object(None)).ranks
+    ranks.timeout = 0.5
+    with pytest.raises(RankTimeoutError) as caught:
+        ranks.all_gather_object(None)
+    return caught.value.ranks
 
 
-def test_a_rank_that_is_gone_is_a_failed_rank(world):
+def test_a_rank_that_is_gone_is_named(world):
     assert world(rank_leaves, 2, world_size=3) == [(2,), (2,), ()]
 
 
@@ -189,18 +191,18 @@ def rank_dies(rank: int, world_size: int) -> tuple[int, ...]:
     return rank_leaves(rank, world_size, 1)
 
 
-def test_a_rank_that_dies_is_a_failed_rank(world):
+def test_a_rank_that_dies_is_named(world):
     with pytest.raises(PoolError) as caught:
         world(rank_dies, world_size=3)
     assert list(caught.value.problems) == [1]
 
 
 def rank_zero_leaves(rank: int, world_size: int) -> None:
-    ranks = default().ranks
-    ranks.all_gather_object(None)
+    store = default().ranks.key_value_store
     if rank == 0:
+        assert store.get("came", 20.0) is not None
         os._exit(9)
-    assert caught_after(lambda: ranks.mailbox.get("absent")).ranks == (0,)
+    assert caught_after(lambda: store.set("came", b"")).ranks == (0,)
 
 
 def test_rank_zero_dies(world):
@@ -230,22 +232,7 @@ def test_nobody_there():
     alone = SampleRanks(ProcessGroup(1, 2, "127.0.0.1", free_port()))
     alone.timeout = 0.2
     with pytest.raises(RankTimeoutError):
-        _ = alone.mailbox
-
-
-def test_a_rank_that_is_there_already_is_not_let_in():
-    port = free_port()
-    hub = Hub("127.0.0.1", port, 2, 5.0)
-    first = Client("127.0.0.1", port, 0, 2, 5.0)
-    for rank, world_size in [(0, 2), (1, 3)]:  # of this group, of another one
-        with pytest.raises(RankTimeoutError):
-            Client("127.0.0.1", port, rank, world_size, 0.2)
-    second = Client("127.0.0.1", port, 1, 2, 5.0)
-    HubMailbox(second).set("key", b"value")
-    assert HubMailbox(first).get("key") == b"value"
-    second.close()
-    hub.close(5.0)
-    first.close()
+        _ = alone.key_value_store
 
 
 def test_one_platform_per_group():
