@@ -7,7 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from hyper_ckpt.contracts.store import ByteStore
-from hyper_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, HeaderError, MissingFileError
+from hyper_ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    HeaderError,
+    MissingFileError,
+    UnsupportedLayoutError,
+)
 from hyper_ckpt.manifest import MAX_DIMS, Manifest
 from hyper_ckpt.receipt import PLAIN_NAME, FileRecord
 from hyper_ckpt.storage.filesystem import FileSystemReader
@@ -49,6 +55,7 @@ class PlainSafetensorsReader(FileSystemReader):
             CheckpointNotFoundError: there is no such file.
             MissingFileError: one that the index or `files` names is not there.
             HeaderError: a header is damaged, or a dtype is unknown.
+        UnsupportedLayoutError: a file holds shards, as torch writes them, not whole tensors.
             CorruptCheckpointError: files and index do not fit each other, or two files hold one tensor.
         """
         names, chosen = self._choose(store)
@@ -121,6 +128,8 @@ def _open(store: ByteStore, name: str) -> tuple[FileRecord, list[Entry]]:
         entries = parse_header(bytes(header), info.size)
     except HeaderError as error:
         raise HeaderError(f"{store.url}/{name}: {error}. Fetch the file again") from error
+    except UnsupportedLayoutError as error:
+        raise UnsupportedLayoutError(f"{store.url}/{name}: {error}") from error
     return FileRecord(name, info.size, len(header), header_digest(bytes(header)), 0), entries
 
 
