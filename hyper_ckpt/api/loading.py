@@ -183,14 +183,16 @@ class Loading:
             loader.counts.shared_boxes,
             loader.counts.broadcasts,
             loader.counts.packed_boxes,
+            match.conflicts,
             tuple(changed or ()),
         )
 
     def _match(self, flat: FlatState, manifest: Manifest, stored: Stored) -> Match:
         """Compares the target with the checkpoint, on all ranks."""
         call = self._call
-        objects, map_keys = call.platform.objects, call.options.map_keys
-        matcher = Matcher(flat, manifest, self._context, call.strict, map_keys, objects, stored.check_files)
+        matcher = Matcher(
+            flat, manifest, self._context, call.strict, call.options, call.platform.objects, stored.check_files
+        )
         match, error = attempt(lambda: matcher.run(call.planner))
         own = match.vote() if match else b""
         verdict = self._operation.agree("comparing the state with the checkpoint", own, error, count_votes)
@@ -259,6 +261,7 @@ class Loading:
         wanted = {name: value for name, value in match.wanted.items() if name not in ties}
         boxes = own_boxes(wanted, self._context)
         if world is not None:
+            world = dataclasses.replace(world, conflicts=match.unshared, memo={})
             columns = planner.build_global_plan(without(world, ties), rank, boxes, call.options.broadcast_batch_bytes)
         else:
             columns = planner.finalize_plan(description, rank, boxes)

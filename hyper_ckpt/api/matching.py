@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,19 +12,24 @@ import numpy as np
 import xxhash
 
 from hyper_ckpt import errors
-from hyper_ckpt.api.common import state_of
+from hyper_ckpt.api.common import brief, state_of
 from hyper_ckpt.api.objects import Completer
 from hyper_ckpt.contracts.objects import Objects
 from hyper_ckpt.contracts.planner import LoadPlanner, PlanContext
 from hyper_ckpt.contracts.platform import TensorDescription
 from hyper_ckpt.errors import StateMismatchError, TargetError
 from hyper_ckpt.manifest import Manifest, TensorRow
-from hyper_ckpt.options import KeyMap, Strict
+from hyper_ckpt.options import KeyMap, LoadOptions, Strict
 from hyper_ckpt.planning.describe import describe_all, find_ties
-from hyper_ckpt.state import FlatState, Node, compare, select
+from hyper_ckpt.state import FlatState, Node, Selection, compare, select, variants_of
 from hyper_ckpt.state.rename import Renamed, rename
 from hyper_ckpt.state.tree import KeyedNode
 from hyper_ckpt.state.walk import all_names
+
+SAY_WHOSE = (
+    "Say whose tensor all ranks get: options=LoadOptions(conflicts=0) takes rank 0's, conflicts='lowest' that of the "
+    "lowest rank that saved one"
+)
 
 
 @dataclass(eq=False)
@@ -36,6 +41,8 @@ class Match:
         flat: the target; its objects hold what was saved, where they take that as it was saved.
         made: names of the tensors in it that were made for them.
         borrowed: names of values that this rank did not save and gets from the lowest rank that did.
+        conflicts: names in the target of tensors that differ between ranks, with the ranks whose tensor this one gets.
+        unshared: those of any target that are another tensor on each rank; the same on all ranks that mapped alike.
         missing, mismatched: of this rank's target. `unexpected`: saved names that this rank does not want, until
             `keep_unwanted` leaves those that no rank wants.
         wanted: the targets to fill by name, sorted, new ones where they had no memory.
@@ -51,6 +58,8 @@ class Match:
     saved: Node
     flat: FlatState | None = None
     borrowed: tuple[str, ...] = ()
+    conflicts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    unshared: frozenset[str] = frozenset()
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
@@ -99,7 +108,7 @@ class Matcher:
     """Compares one rank's target with a checkpoint.
 
     Args:
-        strict, map_keys: see `load`.
+        strict, options: see `load`.
         objects: what the platform knows of objects.
         check_files: checks files by number, before memory is taken for what they hold.
     """
@@ -110,12 +119,12 @@ class Matcher:
         manifest: Manifest,
         context: PlanContext,
         strict: Strict,
-        map_keys: KeyMap | None,
+        options: LoadOptions,
         objects: Objects,
         check_files: Callable[[Sequence[int]], None],
     ) -> None:
         self._flat, self._manifest, self._context = flat, manifest, context
-        self._strict, self._map_keys = strict, map_keys
+        self._strict, self._map_keys, self._conflicts = strict, options.map_keys, options.conflicts
         self._objects, self._check_files = objects, check_files
         self._problems: dict[str, list[str]] = {}
 
@@ -127,9 +136,11 @@ class Matcher:
             TargetError: a target cannot be filled.
         """
         tree = state_of(self._manifest)
-        chosen = select(tree, self._context.rank)
+        saved_by_these = self._context.world_size == self._manifest.world_size
+        chosen = select(tree, self._context.rank, whose=self._conflicts, saved_by_these=saved_by_these)
         renamed = self._rename(chosen.tree)
-        self._manifest = self._manifest.renamed(renamed.moved)
+        stored = {name: chosen.stored.get(source, source) for name, source in renamed.moved.items()}
+        self._manifest = self._manifest.renamed({**chosen.stored, **stored})
         completer = Completer(self._objects, self._manifest, self._context, self._check_files)
         self._flat = completer.run(self._flat, renamed.tree)
         match = Match(
@@ -144,6 +155,9 @@ class Matcher:
             made=completer.made,
         )
         misfits = self._compare_trees(match, renamed)
+        self._note_conflicts(match, chosen, misfits)
+        if self._conflicts == "own":
+            match.unshared = frozenset(_called(variants_of(tree), renamed.moved))
         self._compare_tensors(match, misfits)
         if self._strict:
             raise_problems(self._problems, self._manifest.checkpoint)
@@ -185,6 +199,29 @@ class Matcher:
                 match.mismatched.append(d.text)
                 misfits.add(d.name)
         return misfits
+
+    def _note_conflicts(self, match: Match, chosen: Selection, misfits: set[str]) -> None:
+        """Which rank's tensor this one gets where they differ; where that is not clear it is a misfit."""
+        wanted = self._flat.tensors.keys() - misfits
+        for name, source in _called(chosen.stored, match.mapped).items():
+            if name not in wanted:
+                continue
+            if source not in chosen.undecided:
+                match.conflicts[name] = chosen.ranks[source]
+                continue
+            holders = brief(chosen.undecided[source])
+            text = f"{name!r} was another tensor on ranks {holders}, and {self._whose()}"
+            self._problems.setdefault("conflict", []).append(text)
+            match.mismatched.append(text)
+            misfits.add(name)
+            if name in match.made:  # made for an object, which would get it unfilled
+                raise_problems({"conflict": [text]}, self._manifest.checkpoint)
+
+    def _whose(self) -> str:
+        rank, world_size, saved = self._context.rank, self._context.world_size, self._manifest.world_size
+        if self._conflicts != "own":
+            return f"rank {self._conflicts} saved none"
+        return f"rank {rank} saved none" if world_size == saved else f"{saved} ranks saved it, but {world_size} load it"
 
     def _compare_tensors(self, match: Match, misfits: set[str]) -> None:
         """Wants those of equal dtype and shape, and notes the others."""
@@ -257,11 +294,18 @@ def _candidates(map_keys: KeyMap, name: str) -> list[str]:
     return out
 
 
+def _called(saved: Collection[str], moved: Mapping[str, str]) -> dict[str, str]:
+    """What the target calls some saved names, with these."""
+    found = {name: source for name, source in moved.items() if source in saved}
+    return {**{name: name for name in saved if name not in moved}, **found}
+
+
 _KINDS: dict[str, type[StateMismatchError]] = {
     "missing": errors.MissingKeyError,
     "container": errors.ContainerMismatchError,
     "shape": errors.ShapeMismatchError,
     "dtype": errors.DtypeMismatchError,
+    "conflict": errors.ConflictError,
     "unexpected": errors.UnexpectedKeyError,
 }
 
@@ -279,6 +323,8 @@ def raise_problems(problems: dict[str, list[str]], what: str) -> None:
 def _remedy(problems: Mapping[str, list[str]], what: str) -> str:
     if problems.keys() == {"unexpected"}:
         return "Give the target a place for it, or load with strict=True"
+    if problems.keys() == {"conflict"}:
+        return SAY_WHOSE
     if problems.keys() <= {"dtype", "shape"}:
         return "Make the target as it was saved, or read() it and convert; strict=False would leave it as it is"
     return f"See `hyper-ckpt show {what}`; strict=False loads what matches and leaves the rest as it is"

@@ -9,9 +9,18 @@ from typing import Any
 import numpy as np
 
 from hyper_ckpt.api.collector import paused_collector
-from hyper_ckpt.api.common import CheckpointId, all_tensors, operation, resolve_id, resolve_platform, state_of
+from hyper_ckpt.api.common import (
+    CheckpointId,
+    all_tensors,
+    brief,
+    few,
+    operation,
+    resolve_id,
+    resolve_platform,
+    state_of,
+)
 from hyper_ckpt.api.loading import MAX_ATTEMPTS, LoadCall, Loading
-from hyper_ckpt.api.matching import Match
+from hyper_ckpt.api.matching import SAY_WHOSE, Match
 from hyper_ckpt.api.reporting import Reporter
 from hyper_ckpt.api.views import metadata_of
 from hyper_ckpt.contracts.placement import StorageReader
@@ -19,14 +28,14 @@ from hyper_ckpt.contracts.platform import Platform, TensorDescription
 from hyper_ckpt.engine.stage import from_host
 from hyper_ckpt.engine.stored import Stored
 from hyper_ckpt.engine.workers import default_threads
-from hyper_ckpt.errors import MissingFileError, MissingKeyError
+from hyper_ckpt.errors import ConflictError, MissingFileError, MissingKeyError
 from hyper_ckpt.layout import Replicated
 from hyper_ckpt.manifest import Manifest
 from hyper_ckpt.metadata import Metadata
 from hyper_ckpt.options import DEFAULT_TIMEOUT, LoadOptions, Verify
 from hyper_ckpt.planning.standard import StandardLoadPlanner
 from hyper_ckpt.registry import registry
-from hyper_ckpt.state import rebuild, select, skeleton
+from hyper_ckpt.state import Selection, rebuild, select, skeleton
 from hyper_ckpt.state.walk import all_names, prune, tensor_names
 from hyper_ckpt.storage.filesystem import FileSystemReader, is_whole, not_whole
 
@@ -55,7 +64,8 @@ def read(
 ) -> dict[Any, Any]:
     """Builds the saved state anew, in this process alone. Tensors come whole.
 
-    Where ranks saved different values, and for `PerRank`, it is rank 0's state (the lowest rank's that has any).
+    Where ranks saved different plain values, and for `PerRank`, it is rank 0's state (the lowest rank's that has any).
+    Where they saved different tensors under one name, `LoadOptions(conflicts=...)` must say whose to read.
 
     Args:
         checkpoint_id: path or URL.
@@ -68,6 +78,7 @@ def read(
 
     Raises:
         MissingKeyError: a name in `keys` was not saved.
+        ConflictError: ranks saved different tensors under a name, and `options` does not say whose to read.
         CheckpointNotFoundError, CorruptCheckpointError: as for `load`.
     """
     chosen = resolve_platform(platform or "numpy", None, no_dist=True)
@@ -101,7 +112,8 @@ def read(
 
 def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None, reporter: Reporter) -> dict[Any, Any]:
     chosen, tensors = call.platform, all_tensors(call.platform)
-    tree = select(state_of(manifest), 0).tree
+    selected = select(state_of(manifest), 0, whose=call.options.conflicts, saved_by_these=manifest.world_size == 1)
+    tree = selected.tree
     if keys is not None:
         tree, absent = prune(tree, _expand(keys, all_names(tree)))
         if absent:
@@ -109,6 +121,8 @@ def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None, repor
             names = ", ".join(map(repr, absent))
             raise MissingKeyError(f"{where} has no {names}: see `hyper-ckpt show {where}`", absent)
     saved = tensor_names(tree)
+    _refuse_undecided(saved, selected, manifest)
+    manifest = manifest.renamed(selected.stored)
     rows, (file, _) = manifest.rows(saved), manifest.pieces(saved)
     others = [manifest.tensor(saved[i]) for i in np.flatnonzero(file < 0).tolist()]
     for stored in others:
@@ -137,6 +151,18 @@ def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None, repor
     )
     reporter.finished("loaded", sum(f.size for f in manifest.files))
     return state
+
+
+def _refuse_undecided(names: Sequence[str], selected: Selection, manifest: Manifest) -> None:
+    """Raises where ranks saved different tensors, and it was not said whose to read."""
+    unclear = [name for name in names if name in selected.undecided]
+    if unclear:
+        ranks = brief(selected.undecided[unclear[0]])
+        raise ConflictError(
+            f"{manifest.checkpoint}: ranks saved different tensors under {few([*map(repr, unclear)])} ({unclear[0]!r}: "
+            f"ranks {ranks}). {SAY_WHOSE}",
+            unclear,
+        )
 
 
 def _expand(keys: Sequence[str], names: Sequence[str]) -> list[str]:

@@ -23,7 +23,7 @@ from hyper_ckpt.metadata import (
     TensorStorageMetadata,
 )
 from hyper_ckpt.receipt import FileRecord
-from hyper_ckpt.state import Node, decode_tree, rebuild
+from hyper_ckpt.state import Node, decode_tree, rebuild, variants_of
 from hyper_ckpt.state.walk import values_by_kind
 
 
@@ -64,6 +64,7 @@ def metadata_of(manifest: Manifest, tree: Node = None) -> Metadata:
         manifest.created,
         {f.name: f.size for f in manifest.files},
         user_value(manifest.user),
+        variants_of(tree),
     )
 
 
@@ -108,6 +109,7 @@ def own_metadata(
         *facts[:3],
         {f.name: f.size for f in files},
         facts[3],
+        variants_of(tree),
     )
 
 

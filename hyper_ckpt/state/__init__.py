@@ -11,10 +11,11 @@ from hyper_ckpt.state.codecs import BUILTIN
 from hyper_ckpt.state.compare import Difference, compare, leaves
 from hyper_ckpt.state.digests import canonical, skeleton, values_digest
 from hyper_ckpt.state.flatten import FlatState, ToHost, flatten
-from hyper_ckpt.state.merge import Conflict, Selection, merge, select
+from hyper_ckpt.state.merge import Conflict, Selection, Whose, merge, select
 from hyper_ckpt.state.names import escape_key, join, parse_key
 from hyper_ckpt.state.restore import Loaded, Restore, prepare_restore
 from hyper_ckpt.state.tree import MAX_DEPTH, BlobNode, Node, encode_tree
+from hyper_ckpt.state.variants import keep_variants, label_of, variants_of
 
 __all__ = [
     "BLOB_LIMIT",
@@ -33,6 +34,7 @@ __all__ = [
     "Selection",
     "Substate",
     "ToHost",
+    "Whose",
     "adopt",
     "canonical",
     "check_tree",
@@ -42,6 +44,8 @@ __all__ = [
     "escape_key",
     "flatten",
     "join",
+    "keep_variants",
+    "label_of",
     "leaves",
     "merge",
     "parse_key",
@@ -50,4 +54,5 @@ __all__ = [
     "select",
     "skeleton",
     "values_digest",
+    "variants_of",
 ]
