@@ -14,9 +14,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "hyper_ckpt"
 
 # A module imports from rows above its own, within a row from names further left, and freely inside its own package.
 ROWS = [
-    ["version", "errors", "box", "dtypes", "text", "latest", "host_memory"],
+    ["version", "errors", "box", "dtypes", "text", "latest", "host_memory", "strict_json"],
     ["layout", "values", "description", "columns", "metadata", "items", "options", "key_maps"],
-    ["receipt", "manifest", "manifest_writer"],
+    ["receipt", "cells", "manifest", "manifest_writer"],
     ["contracts"],
     ["state"],
     ["planning"],

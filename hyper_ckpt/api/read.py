@@ -128,11 +128,11 @@ def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None, repor
     for stored in others:
         if not is_whole(stored):  # known before memory is taken for it
             raise not_whole(manifest, stored.name)
-    parts = [stored.copies[0].file for stored in others]
+    parts = {id(stored.copies[0].file): stored.copies[0].file for stored in others}  # many may be of one grid
     loading = Loading(call, operation(chosen, DEFAULT_TIMEOUT, "read"), reporter)
     files = Stored(call.store, manifest, call.verify != "off")
     # What the manifest says is not believed before the files are there: no memory is taken for less.
-    files.check_files(np.unique(np.concatenate([file[file >= 0], *parts])).tolist())
+    files.check_files(np.unique(np.concatenate([file[file >= 0], *parts.values()])).tolist())
     targets = {
         name: tensors.empty(TensorDescription(row.dtype, row.shape, Replicated()))
         for name, row in zip(saved, rows, strict=True)

@@ -29,7 +29,9 @@ from hyper_ckpt.state.tree import (
     StatefulNode,
     TensorNode,
     children,
+    encode_tree,
 )
+from hyper_ckpt.strict_json import refuse_duplicates
 
 _DECODER: msgspec.json.Decoder[Node] = msgspec.json.Decoder(Node)
 
@@ -45,6 +47,7 @@ def decode_tree(data: bytes | memoryview, *, payload: bool = False) -> Node:
     """
     try:
         tree = _DECODER.decode(data)
+        refuse_duplicates(data, encode_tree(tree))
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ManifestError(f"the state's structure cannot be read: {error}") from error
     check_tree(tree, payload=payload)
