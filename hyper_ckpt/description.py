@@ -132,7 +132,12 @@ class World:
         meshes: per structure and mesh number, the ranks of every distinct mesh: (meshes, mesh size).
         boxes: explicit boxes; only rank 0 has them.
         ties: names that are the same memory as another on every rank that holds any of it, with that name.
-        conflicts: tensors whose replicas differ: not to be split between ranks.
+        conflicts: tensors whose replicas differ: not to be split between ranks. In the world of a load, names that are
+            another tensor on each rank: not to be shared.
+        groups: of each tensor whose replicas differ, the sets of ranks that hold equal ones and together all of it;
+            none where ranks hold irregular parts, so that no such sets are.
+        holders: of a variant of such a tensor, which is a tensor of its own, the ranks that hold it. Of those that
+            describe any other tensor, all hold it.
         base_load: (world_size,) bytes that each rank writes of explicit boxes, for levelling.
         key: equal for worlds that are equal but for `boxes` and `base_load`.
         memo: what was worked out of all that `key` stands for, so that it is not worked out again: worlds of one key
@@ -146,6 +151,8 @@ class World:
     boxes: ExplicitBoxes = field(default_factory=ExplicitBoxes)
     ties: Mapping[str, str] = field(default_factory=dict)
     conflicts: frozenset[str] = frozenset()
+    groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    holders: Mapping[str, IntArray] = field(default_factory=dict)
     base_load: IntArray | None = None
     key: bytes = b""
     memo: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)

@@ -18,12 +18,12 @@
     |   +-- ShapeMismatchError
     |   +-- DtypeMismatchError
     |   +-- ContainerMismatchError   another kind or length of container, or of plain value
+    |   +-- ConflictError            ranks hold, or saved, different values under one name
     +-- UnsupportedStateError        this value cannot be saved or loaded
     |   +-- UnsupportedTypeError     no codec for this type
     |   +-- UnsupportedDtypeError
     |   +-- UnsupportedLayoutError   e.g. a Partial placement
     |   +-- TargetError              a target that cannot be written into
-    +-- ConflictError                ranks hold different values under one name
     +-- PlanError                    a plan breaks its contract (custom planners, wrong layouts)
     +-- MemoryBudgetError            max_host_bytes is too small for this plan
     +-- RanksDisagreeError           ranks called with different options or states
@@ -130,6 +130,11 @@ class ContainerMismatchError(StateMismatchError):
     """A container or plain value was saved as another kind, or with another length."""
 
 
+class ConflictError(StateMismatchError):
+    """Ranks hold different values under one name, and the save refuses that; or ranks saved different tensors under one
+    name, and the load must say whose it wants."""
+
+
 class UnsupportedStateError(CheckpointError):
     """A value of the state cannot be saved or loaded."""
 
@@ -148,10 +153,6 @@ class UnsupportedLayoutError(UnsupportedStateError):
 
 class TargetError(UnsupportedStateError):
     """A target of a load cannot be written into, or two saved values compete for it."""
-
-
-class ConflictError(CheckpointError):
-    """Ranks hold different values under one name and `conflicts="error"` was given."""
 
 
 class PlanError(CheckpointError):

@@ -6,21 +6,22 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from hyper_ckpt.box import IntArray, element_counts
+from hyper_ckpt.box import IntArray
+from hyper_ckpt.cells import Chunks, GridCells, ListedCells, grid_cells
 from hyper_ckpt.dtypes import BY_NAME
 from hyper_ckpt.errors import ManifestError, VersionError
 from hyper_ckpt.receipt import PLAIN_NAME, FileRecord, check_seal
+from hyper_ckpt.strict_json import refuse_duplicates
 
 MANIFEST_NAME = "manifest.json"
 FORMAT, VERSION = "hyper-ckpt", 1
 MAX_DIMS = 64
-MAX_CORNERS = 1 << 24
+MAX_CORNERS = 1 << 20
 T = TypeVar("T")
 
 
@@ -71,15 +72,6 @@ class Document(msgspec.Struct, frozen=True):
     user: msgspec.Raw
 
 
-class Chunks(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """The stored chunks of one copy of a tensor: boxes (n, d), file numbers and starts (n,)."""
-
-    offsets: IntArray
-    sizes: IntArray
-    file: IntArray
-    start: IntArray
-
-
 class StoredTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A tensor as stored; `copies[0]` covers it, further ones may be partial."""
 
@@ -114,6 +106,7 @@ class Manifest:
                     f"It was written by hyper-ckpt {head.library}: install that release or a later one"
                 )
             self._document = msgspec.json.decode(data, type=Document)
+            refuse_duplicates(data, msgspec.json.encode(self._document))
             self._check()
         except (msgspec.ValidationError, msgspec.DecodeError, ValueError, RecursionError) as error:
             raise ManifestError(f"{what} is not a valid manifest: {error}") from error
@@ -121,7 +114,9 @@ class Manifest:
         self._places: dict[str, tuple[int, int]] = {}
         self._decoded: dict[str, StoredTensor] = {}
         self._names: dict[str, str] = {}
-        self._expanded: dict[tuple[int, tuple[int, ...]], _Cells] = {}
+        self._cells: dict[tuple[int, tuple[int, ...]], GridCells] = {}
+        self._grids: dict[int, tuple[tuple[IntArray, ...], int]] = {}
+        self._lists: dict[int, IntArray] = {}
         self._single: dict[tuple[int | None, str, tuple[int, ...]], tuple[int, int]] = {}
 
     def _check(self) -> None:
@@ -238,9 +233,9 @@ class Manifest:
         known, raw = self._rows, self._document.tensors
         new = [name for name in names if name not in known]
         try:
-            found = _ROWS.decode(b"[%b]" % b",".join([raw[name] for name in new]))
-        except msgspec.DecodeError:
-            found = self._each(new, lambda name: _ROWS.decode(b"[%b]" % raw[name])[0])  # which names it
+            found = _decode_rows(b",".join([raw[name] for name in new]))
+        except ValueError:
+            found = self._each(new, lambda name: _decode_rows(raw[name])[0])  # which names it
         known.update(zip(new, found, strict=True))
         try:
             self._places.update(zip(new, self._each(new, self._place), strict=True))
@@ -267,9 +262,7 @@ class Manifest:
         Raises:
             KeyError, ManifestError: as `tensor`.
         """
-        a, b = self.tensor(one).copies[0], self.tensor(other).copies[0]
-        pairs = [(a.file, b.file), (a.start, b.start), (a.offsets, b.offsets), (a.sizes, b.sizes)]
-        return all(np.array_equal(x, y) for x, y in pairs)
+        return self.tensor(one).copies[0].same_as(self.tensor(other).copies[0])
 
     def _place(self, name: str) -> tuple[int, int]:
         """What `pieces` says of one tensor."""
@@ -289,9 +282,9 @@ class Manifest:
         """The file of a grid's only cell, and the last byte of that where it can start; -1 and 0 where it has more."""
         _check_size(row.dtype, row.shape)
         cells = self._grid(row.grid, row.shape) if row.grid is not None else None
-        if cells is None or len(cells.file) != 1:
+        if cells is None or len(cells) != 1:
             return -1, 0
-        return int(cells.file[0]), cells.slack(BY_NAME[row.dtype].itemsize, self._room)[1]
+        return int(cells.file[0]), cells.least_slack(BY_NAME[row.dtype].itemsize, self._room)
 
     def _each(self, names: Iterable[str], read: Callable[[str], T]) -> list[T]:
         """What is read of each tensor; an error names it."""
@@ -304,22 +297,20 @@ class Manifest:
         return out
 
     def _chunks(self, part: Part, dtype: str, shape: tuple[int, ...]) -> Chunks:
-        cells = self._columns(part, shape) if part.grid is None else self._grid(part.grid, shape)
-        slack, least = cells.slack(BY_NAME[dtype].itemsize, self._room)
-        n = len(cells.file)
+        cells = self._listed(part, shape) if part.grid is None else self._grid(part.grid, shape)
+        itemsize = BY_NAME[dtype].itemsize
         if isinstance(part.start, int):
-            outside = n > 0 and not 0 <= part.start <= least
-            start = np.array([0 if outside else part.start], np.int64).repeat(n)
-        else:
-            start = np.array(part.start, np.int64)
-            if len(start) != n:
-                raise ValueError("columns of different lengths")
-            outside = bool((start < 0).any() or (start > slack).any())
-        if outside:
+            if len(cells) and not 0 <= part.start <= cells.least_slack(itemsize, self._room):
+                raise ValueError("a chunk leaves its file")
+            return Chunks(cells, part.start)
+        start = np.array(part.start, np.int64)
+        if len(start) != len(cells):
+            raise ValueError("columns of different lengths")
+        if (start < 0).any() or (start > cells.slack(itemsize, self._room)).any():
             raise ValueError("a chunk leaves its file")
-        return Chunks(cells.offsets, cells.sizes, cells.file, start)
+        return Chunks(cells, start)
 
-    def _columns(self, part: Part, shape: tuple[int, ...]) -> _Cells:
+    def _listed(self, part: Part, shape: tuple[int, ...]) -> ListedCells:
         """Chunks that are listed one by one."""
         n = len(part.files)
         if len(part.offsets) != n or len(part.sizes) != n:
@@ -332,67 +323,54 @@ class Manifest:
             raise ValueError(f"{n} chunks cut {cut} dimensions")
         return self._checked(offsets, sizes, np.array(part.files, np.int64), shape)
 
-    def _grid(self, number: int, shape: tuple[int, ...]) -> _Cells:
-        """The cells of a grid over a shape, made once."""
+    def _grid(self, number: int, shape: tuple[int, ...]) -> GridCells:
+        """The cells of a grid over a shape, looked at once."""
         key = (number, shape)
-        if key not in self._expanded:
-            self._expanded[key] = self._checked(*self._cells(number, shape), shape)
-        return self._expanded[key]
+        if key not in self._cells:
+            self._cells[key] = grid_cells(*self._cuts(number, shape))
+        return self._cells[key]
 
-    def _checked(self, offsets: IntArray, sizes: IntArray, file: IntArray, shape: tuple[int, ...]) -> _Cells:
+    def _cuts(self, number: int, shape: tuple[int, ...]) -> tuple[tuple[IntArray, ...], tuple[int, ...], IntArray]:
+        if not 0 <= number < len(self._document.grids):
+            raise ValueError("no such grid")
+        if number not in self._grids:
+            grid, lists = msgspec.json.decode(self._document.grids[number], type=Grid), self._document.file_lists
+            if not 0 <= grid.files < len(lists):
+                raise ValueError("the grid has no list of files")
+            cuts = tuple(np.array(c, np.int64) for c in grid.cuts)
+            if any(not len(c) or (np.diff(c) <= 0).any() for c in cuts):
+                raise ValueError("the cuts of a grid do not ascend")
+            self._grids[number] = cuts, grid.files
+        cuts, files = self._grids[number]
+        return cuts, shape, self._file_list(files)
+
+    def _file_list(self, number: int) -> IntArray:
+        if number not in self._lists:
+            self._lists[number] = np.array(self._document.file_lists[number], np.int64)
+        return self._lists[number]
+
+    def _checked(self, offsets: IntArray, sizes: IntArray, file: IntArray, shape: tuple[int, ...]) -> ListedCells:
         whole = np.array(shape, np.int64).reshape(1, -1)
         # In an order in which hostile numbers cannot wrap around.
         if (offsets < 0).any() or (sizes <= 0).any() or (sizes > whole).any() or (offsets > whole - sizes).any():
             raise ValueError("a chunk leaves the tensor")
         if ((file < 0) | (file >= len(self.files))).any():
             raise ValueError("a chunk names no file")
-        return _Cells(offsets, sizes, file)
+        return ListedCells(offsets, sizes, file)
 
     @functools.cached_property
     def _room(self) -> IntArray:
         return np.array([f.size - f.data_start for f in self.files], np.int64)
 
-    def _cells(self, number: int, shape: tuple[int, ...]) -> tuple[IntArray, IntArray, IntArray]:
-        if not 0 <= number < len(self._document.grids):
-            raise ValueError("no such grid")
-        grid = msgspec.json.decode(self._document.grids[number], type=Grid)
-        lists = self._document.file_lists
-        if len(grid.cuts) != len(shape) or not 0 <= grid.files < len(lists):
-            raise ValueError("the grid does not fit")
-        file = np.array(lists[grid.files], np.int64)
-        # Bounded by the list of files before anything of that size is made.
-        if math.prod([len(c) for c in grid.cuts]) != len(file):
-            raise ValueError("the grid has not one file per cell")
-        if any(c[:1] != [0] for c in grid.cuts):
-            raise ValueError("the grid does not begin at 0")
-        starts = [np.array(c, np.int64) for c in grid.cuts]
-        lengths = [np.diff(np.append(c, n)) for c, n in zip(starts, shape, strict=True)]
-        if not shape:
-            return np.zeros((1, 0), np.int64), np.zeros((1, 0), np.int64), file
-        offsets = np.stack([a.reshape(-1) for a in np.meshgrid(*starts, indexing="ij")], axis=1)
-        sizes = np.stack([a.reshape(-1) for a in np.meshgrid(*lengths, indexing="ij")], axis=1)
-        return offsets, sizes, file
-
-
-@dataclass(frozen=True)
-class _Cells:
-    """Boxes (n, d) and file numbers (n,) of chunks that lie inside their tensor."""
-
-    offsets: IntArray
-    sizes: IntArray
-    file: IntArray
-    _slack: dict[int, tuple[IntArray, int]] = field(default_factory=dict)
-
-    def slack(self, itemsize: int, room: IntArray) -> tuple[IntArray, int]:
-        """The last byte of its file's data section at which each can start, below 0 if it does not fit; and the least
-        of them."""
-        if itemsize not in self._slack:
-            slack = room[self.file] - element_counts(self.sizes) * itemsize
-            self._slack[itemsize] = (slack, int(slack.min()) if len(slack) else 0)
-        return self._slack[itemsize]
-
 
 _ROWS = msgspec.json.Decoder(list[TensorRow])
+
+
+def _decode_rows(rows: bytes | msgspec.Raw) -> list[TensorRow]:
+    data = b"[%b]" % rows
+    found = _ROWS.decode(data)
+    refuse_duplicates(data, msgspec.json.encode(found))
+    return found
 
 
 def _check_size(dtype: str, shape: tuple[int, ...]) -> None:

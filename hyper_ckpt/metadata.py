@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from hyper_ckpt.box import ints_if_all
@@ -100,6 +100,8 @@ class Metadata:
         created: seconds since the epoch.
         files: bytes by file name.
         user_metadata: what `save(user_metadata=...)` was given.
+        conflicts: by names under which ranks saved different tensors, the ranks of each and the name that it is stored
+            under, by which the mappings above have it.
     """
 
     state_dict_metadata: Mapping[str, TensorStorageMetadata | BytesStorageMetadata]
@@ -111,6 +113,7 @@ class Metadata:
     created: float
     files: Mapping[str, int]
     user_metadata: Any
+    conflicts: Mapping[str, tuple[tuple[tuple[int, ...], str], ...]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return (

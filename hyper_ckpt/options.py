@@ -23,8 +23,9 @@ class SaveOptions:
     """Rarer options of `save`.
 
     Args:
-        conflicts: what to do where ranks hold different values under one name: "warn" keeps plain
-            values per rank and, of tensors, the lowest rank's; "error" refuses to save.
+        conflicts: what to do where ranks hold different values under one name. "keep": each rank's is kept, with a
+            warning, and only these ranks get them back without a word, see `LoadOptions.conflicts`. "warn": of tensors,
+            the lowest rank's is kept, with a warning; plain values are kept per rank. "error" refuses to save.
         allow_pickle: pickle values that no codec knows. The load must say it too.
         leftover_age: seconds after which the files of a save that died may be removed by a save to the
             same path.
@@ -37,7 +38,7 @@ class SaveOptions:
             HYPER_CKPT_PROGRESS=0.
     """
 
-    conflicts: Literal["warn", "error"] = "warn"
+    conflicts: Literal["keep", "warn", "error"] = "keep"
     allow_pickle: bool = False
     leftover_age: float = LEFTOVER_AGE
     save_token: str | None = None
@@ -46,8 +47,8 @@ class SaveOptions:
     progress: bool = field(default=True, repr=False)  # not in what ranks compare: they may differ in it
 
     def __post_init__(self) -> None:
-        if self.conflicts not in ("warn", "error") or self.leftover_age < 0:
-            raise ValueError(f'conflicts is "warn" or "error" and leftover_age at least 0 seconds, not {self}')
+        if self.conflicts not in ("keep", "warn", "error") or self.leftover_age < 0:
+            raise ValueError(f'conflicts is "keep", "warn" or "error" and leftover_age at least 0 seconds, not {self}')
         if self.executor not in ("thread", "process"):
             raise ValueError(f'executor is "thread" or "process", not {self.executor!r}')
         _check_saves(self.max_in_flight, self.save_token)
@@ -89,6 +90,10 @@ class LoadOptions:
             What this rank wants beyond that is left as it was, with a warning: `LoadReport.missing` and `unfilled`.
         ignore: saved names that are meant to be left out, and what lies below them; patterns as in `read(keys=)`. No
             line, warning or error says that the target has no place for them.
+        conflicts: whose tensor to take where ranks saved different ones under one name. "own": each rank's own, if the
+            ranks are as many as saved; else it is an error. A number: that rank's, for all; an error where it saved
+            none. "lowest": that of the lowest rank that saved one. A number, and "lowest", also choose between plain
+            values that ranks saved differently; else a rank gets its own, or the lowest rank's with a warning.
     """
 
     allow_pickle: bool = False
@@ -98,6 +103,7 @@ class LoadOptions:
     ignore: str | Sequence[str] = ()
     cast: bool | str | Sequence[str] = False
     partial: bool = False
+    conflicts: int | Literal["own", "lowest"] = "own"
 
     @property
     def cast_keys(self) -> tuple[str, ...]:
@@ -110,5 +116,8 @@ class LoadOptions:
         object.__setattr__(self, "broadcast_batch_bytes", operator.index(self.broadcast_batch_bytes))
         if self.broadcast_batch_bytes < 0:
             raise ValueError(f"broadcast_batch_bytes must be at least 0, not {self.broadcast_batch_bytes}")
+        is_rank = type(self.conflicts) is int and self.conflicts >= 0
+        if not is_rank and self.conflicts not in ("own", "lowest"):
+            raise ValueError(f'conflicts is "own", "lowest" or the number of a rank, not {self.conflicts!r}')
         if not (self.map_keys is None or isinstance(self.map_keys, Mapping) or callable(self.map_keys)):
             raise ValueError(f"map_keys is a dict or a function, not a {type(self.map_keys).__name__}")

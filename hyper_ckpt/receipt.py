@@ -10,6 +10,7 @@ import numpy.typing as npt
 import xxhash
 
 from hyper_ckpt.errors import ManifestError
+from hyper_ckpt.strict_json import refuse_duplicates
 
 BLOCK_BYTES = 524_288
 """Digested blocks count from a piece's start; the last may be shorter."""
@@ -133,6 +134,7 @@ def decode_receipt(data: bytes, expected_digest: str | None, what: str) -> Recei
         raise ManifestError(f"{what} is not the receipt that the manifest lists: files of two saves are mixed")
     try:
         receipt = msgspec.json.decode(data, type=Receipt)
+        refuse_duplicates(data, msgspec.json.encode(receipt))
         if receipt.block_bytes != BLOCK_BYTES:
             raise ValueError(f"blocks of {receipt.block_bytes} bytes are not of version 1")
         for piece in receipt.pieces:

@@ -14,9 +14,21 @@ PACKAGE = Path(__file__).resolve().parents[1] / "hyper_ckpt"
 
 # A module imports from rows above its own, within a row from names further left, and freely inside its own package.
 ROWS = [
-    ["version", "text", "errors", "box", "dtypes", "casts", "latest", "host_memory", "system_errors", "fork_safety"],
+    [
+        "version",
+        "text",
+        "errors",
+        "box",
+        "dtypes",
+        "casts",
+        "latest",
+        "host_memory",
+        "system_errors",
+        "fork_safety",
+        "strict_json",
+    ],
     ["layout", "values", "description", "columns", "metadata", "items", "options", "key_maps"],
-    ["receipt", "manifest", "manifest_writer"],
+    ["receipt", "cells", "manifest", "manifest_writer"],
     ["contracts"],
     ["key_value"],
     ["state"],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,19 +14,15 @@ from hyper_ckpt.agreement.verdict import Verdict, rebuild, report, vote_of
 from hyper_ckpt.box import IntArray
 from hyper_ckpt.contracts.platform import ByteBuffer, Ranks
 from hyper_ckpt.description import (
-    EXPLICIT,
     Description,
     ExplicitBoxes,
-    LayoutRecord,
     RankPart,
     Structure,
-    TensorRecord,
     World,
     unpack_ranks,
 )
-from hyper_ckpt.layout import expand
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+from hyper_ckpt.planning.replicas import Said, cell, differing, groups_of
+from hyper_ckpt.state.variants import Groups
 
 
 class _Facts(msgspec.Struct, frozen=True, array_like=True):
@@ -36,6 +31,13 @@ class _Facts(msgspec.Struct, frozen=True, array_like=True):
     meshes: list[list[list[list[int]]]]
     ties: dict[str, str]
     compare: bool
+
+
+class _Conflicts(msgspec.Struct, frozen=True, array_like=True):
+    """Which ranks hold equal replicas of tensors that differ: the distinct answers, and the number of each tensor's."""
+
+    distinct: list[Groups]
+    groups: dict[str, int]
 
 
 @dataclass(eq=False)
@@ -145,7 +147,7 @@ class Exchange:
         for rank, part in enumerate(parts):
             structure = self._structures[class_of[rank]]
             for mesh, dims, digest in part.fingerprints:
-                key = (int(class_of[rank]), mesh, *_cell(structure, part, mesh, dims, rank))
+                key = (int(class_of[rank]), mesh, *cell(structure, part, mesh, dims, rank))
                 if seen.setdefault(key, digest) != digest:
                     return True
         # Structures that share names may hold replicas of each other.
@@ -158,72 +160,16 @@ class Exchange:
         gathered = self.ranks.gather_bytes(own)
 
         def compare() -> bytes:
-            rows = [msgspec.msgpack.decode(g, type=tuple[tuple[bytes, ...], RankPart]) for g in gathered or ()]
-            return msgspec.msgpack.encode(sorted(self._conflicts(rows, world)))
+            said = [msgspec.msgpack.decode(g, type=Said) for g in gathered or ()]
+            groups = groups_of(said, world, sorted(differing(said, world)))
+            distinct = list(dict.fromkeys(groups.values()))
+            return msgspec.msgpack.encode(_Conflicts(distinct, {name: distinct.index(g) for name, g in groups.items()}))
 
-        names = msgspec.msgpack.decode(self._told(compare), type=list[str])
-        key = xxhash.xxh3_128_digest(world.key + msgspec.msgpack.encode(names))
-        return dataclasses.replace(world, conflicts=frozenset(names), key=key, memo={})
-
-    def _conflicts(self, rows: list[tuple[tuple[bytes, ...], RankPart]], world: World) -> set[str]:
-        seen: dict[tuple[object, ...], bytes] = {}
-        out = set()
-        several = _laid_differently(world)
-        for rank, (prints, part) in enumerate(rows):
-            structure = world.structures[world.class_of[rank]]
-            listed: dict[int, list[Box]] = {}
-            for number, offsets, sizes in sorted(part.boxes):
-                if 0 not in sizes:
-                    listed.setdefault(number, []).append((offsets, sizes))
-            for number, (record, fingerprint) in enumerate(zip(structure.tensors, prints, strict=True)):
-                layout = structure.layouts[record.layout]
-                cells: list[Any] = listed.get(number, [])
-                if layout.mesh != EXPLICIT and fingerprint:
-                    cells = (
-                        _boxes_of(record, layout, part, rank)
-                        if record.name in several
-                        else [_cell(structure, part, layout.mesh, layout.sharded_dims(), rank)]
-                    )
-                for i, cell in enumerate(cells):
-                    own = fingerprint[8 * i : 8 * i + 8]
-                    if own and seen.setdefault((record.name, cell), own) != own:
-                        out.add(record.name)
-        return out
-
-
-def _laid_differently(world: World) -> set[str]:
-    """Names that ranks describe with different layouts: only their boxes can be compared."""
-    found: dict[str, set[tuple[object, ...]]] = {}
-    for structure in world.structures:
-        for record in structure.tensors:
-            x = structure.layouts[record.layout]
-            found.setdefault(record.name, set()).add((min(x.mesh, 0), x.mesh_shape, x.placements, x.order))
-    return {name for name, layouts in found.items() if len(layouts) > 1}
-
-
-def _boxes_of(record: TensorRecord, layout: LayoutRecord, part: RankPart, rank: int) -> list[Box]:
-    """The box that a rank holds of a tensor that is whole or on a mesh; none if it is empty."""
-    offsets, sizes = (0,) * len(record.shape), record.shape
-    if layout.mesh >= 0:
-        at = np.flatnonzero(unpack_ranks(part.meshes[layout.mesh], layout.mesh_shape) == rank)
-        if not len(at):
-            return []
-        coordinate = np.array(np.unravel_index(int(at[0]), layout.mesh_shape), np.int64).reshape(-1, 1)
-        low, lengths = expand(record.shape, layout.mesh_shape, layout.decoded(), layout.order, coordinate)
-        offsets, sizes = tuple(low[0].tolist()), tuple(lengths[0].tolist())
-    return [] if 0 in sizes else [(offsets, sizes)]
-
-
-def _cell(structure: Structure, part: RankPart, mesh: int, dims: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """What tells sets of holders apart: the coordinates along the sharded mesh dimensions."""
-    if mesh < 0:
-        return ()
-    shape = next(x.mesh_shape for x in structure.layouts if x.mesh == mesh)
-    at = np.flatnonzero(unpack_ranks(part.meshes[mesh], shape) == rank)
-    if not len(at):
-        return (-1, rank)
-    coordinate = np.unravel_index(int(at[0]), shape)
-    return (*dims, *(int(coordinate[d]) for d in dims))
+        told = self._told(compare)
+        found = msgspec.msgpack.decode(told, type=_Conflicts)
+        groups = {name: found.distinct[number] for name, number in found.groups.items()}
+        key = xxhash.xxh3_128_digest(world.key + told)
+        return dataclasses.replace(world, conflicts=frozenset(groups), groups=groups, key=key, memo={})
 
 
 def broadcast_bytes(ranks: Ranks, data: bytes) -> bytes:

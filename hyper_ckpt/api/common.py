@@ -315,6 +315,12 @@ def few(words: Sequence[str]) -> str:
     return ", ".join(words[:5]) + (f" and {len(words) - 5} more" if len(words) > 5 else "")
 
 
+def brief(groups: Sequence[Sequence[int]]) -> str:
+    """Sets of ranks in brief: of the first four, the first four."""
+    shown = [",".join(map(str, ranks[:4])) + "..." * (len(ranks) > 4) for ranks in groups[:4]]
+    return " / ".join(shown) + " / ..." * (len(groups) > 4)
+
+
 def attempt(action: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     """Runs what only this rank does. Its error is not raised here: `Operation.agree` raises it on every rank."""
     try:

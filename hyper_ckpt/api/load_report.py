@@ -29,6 +29,7 @@ class LoadReport:
         changed: tensors of which an object's load_state_dict made another dtype, each with both.
         mapped: names of the target that `map_keys` found, with the saved names.
         cast: names of tensors whose values were converted, with the saved dtype and the target's.
+        conflicts: names under which ranks saved different tensors, with the ranks whose tensor this rank got.
     """
 
     loaded: tuple[str, ...]
@@ -48,10 +49,11 @@ class LoadReport:
     shared_boxes: int
     broadcasts: int
     packed_boxes: int
+    conflicts: dict[str, tuple[int, ...]]
     changed: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        names = ("loaded", "unfilled", "missing", "unexpected", "mismatched", "kept", "changed")
+        names = ("loaded", "unfilled", "missing", "unexpected", "mismatched", "kept", "changed", "conflicts")
         counts = [f"{len(getattr(self, name)):,} {name}" for name in names if getattr(self, name)]
         read = f"{self.bytes_read:,} bytes read, {self.bytes_received:,} received"
         return f"<LoadReport: {', '.join(counts) or 'nothing loaded'}; {read}, {sum(self.seconds.values()):.3g} s>"

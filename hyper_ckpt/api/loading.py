@@ -208,6 +208,7 @@ class Loading:
             shared_boxes=counts.shared_boxes,
             broadcasts=counts.broadcasts,
             packed_boxes=counts.packed_boxes,
+            conflicts=match.conflicts,
             changed=tuple(changed),
         )
 
@@ -288,6 +289,7 @@ class Loading:
         boxes = own_boxes(wanted, self._context)
         if world is not None:
             most = call.options.broadcast_batch_bytes or MAX_BOX_BYTES
+            world = dataclasses.replace(world, conflicts=match.unshared, memo={})
             columns = planner.build_global_plan(without(world, ties), rank, boxes, most)
         else:
             columns = planner.finalize_plan(description, rank, boxes)

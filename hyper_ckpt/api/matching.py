@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from hyper_ckpt import errors
-from hyper_ckpt.api.common import state_of
+from hyper_ckpt.api.common import brief, state_of
 from hyper_ckpt.api.objects import Completer
 from hyper_ckpt.casts import may_cast
 from hyper_ckpt.columns import Columns, TensorTable
@@ -25,11 +25,16 @@ from hyper_ckpt.manifest import Manifest, TensorRow
 from hyper_ckpt.options import KeyMap, LoadOptions, Strict
 from hyper_ckpt.planning.describe import describe_all, find_ties, own_boxes
 from hyper_ckpt.planning.load import plan_alone
-from hyper_ckpt.state import FlatState, Node, compare, fit_groups, select
+from hyper_ckpt.state import FlatState, Node, Selection, compare, fit_groups, select, variants_of
 from hyper_ckpt.state.names import expand, is_below
 from hyper_ckpt.state.rename import Renamed, rename
 from hyper_ckpt.state.tree import KeyedNode
 from hyper_ckpt.state.walk import all_names
+
+SAY_WHOSE = (
+    "Say whose tensor all ranks get: options=LoadOptions(conflicts=0) takes rank 0's, conflicts='lowest' that of the "
+    "lowest rank that saved one"
+)
 
 
 @dataclass(eq=False)
@@ -41,6 +46,8 @@ class Match:
         flat: the target; its objects hold what was saved, where they take that as it was saved.
         made: names of the tensors in it that were made for them.
         borrowed: names of values that this rank did not save and gets from the lowest rank that did.
+        conflicts: names in the target of tensors that differ between ranks, with the ranks whose tensor this one gets.
+        unshared: those of any target that are another tensor on each rank; the same on all ranks that mapped alike.
         missing, mismatched: of this rank's target. `unexpected`: saved names that this rank does not want, and
             `forgotten`: top-level keys of which its target has nothing, until `hear` leaves those of all ranks.
         uncovered: names of which parts are missing in the checkpoint that this rank wants.
@@ -59,6 +66,8 @@ class Match:
     saved: Node
     flat: FlatState | None = None
     borrowed: tuple[str, ...] = ()
+    conflicts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    unshared: frozenset[str] = frozenset()
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
@@ -163,10 +172,12 @@ class Matcher:
             TargetError: a target cannot be filled.
         """
         tree = state_of(self._manifest)
-        chosen = select(tree, self._context.rank)
+        saved_by_these = self._context.world_size == self._manifest.world_size
+        chosen = select(tree, self._context.rank, whose=self._options.conflicts, saved_by_these=saved_by_these)
         fitted = fit_groups(chosen.tree, self._flat.tree)
         renamed = self._rename(fitted.tree)
-        self._manifest = self._manifest.renamed(renamed.moved)
+        stored = {name: chosen.stored.get(source, source) for name, source in renamed.moved.items()}
+        self._manifest = self._manifest.renamed({**chosen.stored, **stored})
         completer = Completer(self._objects, self._manifest, self._context, self._check_files)
         self._flat = completer.run(self._flat, renamed.tree)
         match = Match(
@@ -186,6 +197,9 @@ class Matcher:
             self._problems.setdefault("missing" if each.missing else "container", []).append(each.text)
             match.mismatched.append(each.text)
             misfits |= {name for name in self._flat.tensors if name.startswith(f"{each.name}/")}
+        self._note_conflicts(match, chosen, misfits)
+        if self._options.conflicts == "own":
+            match.unshared = frozenset(_called(variants_of(tree), renamed.moved))
         self._compare_tensors(match, misfits)
         if self._manifest.absent:  # expected, and told
             self._problems.pop("missing", None)
@@ -255,6 +269,29 @@ class Matcher:
                 match.mismatched.append(d.text)
                 misfits.add(d.name)
         return misfits
+
+    def _note_conflicts(self, match: Match, chosen: Selection, misfits: set[str]) -> None:
+        """Which rank's tensor this one gets where they differ; where that is not clear it is a misfit."""
+        wanted = self._flat.tensors.keys() - misfits
+        for name, source in _called(chosen.stored, match.mapped).items():
+            if name not in wanted:
+                continue
+            if source not in chosen.undecided:
+                match.conflicts[name] = chosen.ranks[source]
+                continue
+            holders = brief(chosen.undecided[source])
+            text = f"{name!r} was another tensor on ranks {holders}, and {self._whose()}"
+            self._problems.setdefault("conflict", []).append(text)
+            match.mismatched.append(text)
+            misfits.add(name)
+            if name in match.made:  # made for an object, which would get it unfilled
+                raise_problems({"conflict": [text]}, self._manifest.checkpoint)
+
+    def _whose(self) -> str:
+        rank, world_size, saved = self._context.rank, self._context.world_size, self._manifest.world_size
+        if self._options.conflicts != "own":
+            return f"rank {self._options.conflicts} saved none"
+        return f"rank {rank} saved none" if world_size == saved else f"{saved} ranks saved it, but {world_size} load it"
 
     def _compare_tensors(self, match: Match, misfits: set[str]) -> None:
         """Wants those of equal shape and of equal dtype, or one to be cast, and notes the others."""
@@ -332,11 +369,18 @@ def _candidates(map_keys: KeyMap, name: str) -> list[str]:
     return out
 
 
+def _called(saved: Collection[str], moved: Mapping[str, str]) -> dict[str, str]:
+    """What the target calls some saved names, with these."""
+    found = {name: source for name, source in moved.items() if source in saved}
+    return {**{name: name for name in saved if name not in moved}, **found}
+
+
 _KINDS: dict[str, type[StateMismatchError]] = {
     "missing": errors.MissingKeyError,
     "container": errors.ContainerMismatchError,
     "shape": errors.ShapeMismatchError,
     "dtype": errors.DtypeMismatchError,
+    "conflict": errors.ConflictError,
     "unexpected": errors.UnexpectedKeyError,
 }
 
@@ -359,6 +403,8 @@ def _remedy(problems: Mapping[str, list[str]], what: str) -> str:
             "Make the target as it was saved, or convert what is loaded: LoadOptions(cast=True) does, between floats "
             "and to wider integers; strict=False would leave the target as it is"
         )
+    if problems.keys() == {"conflict"}:
+        return SAY_WHOSE
     if problems.keys() <= {"dtype", "shape"}:
         return "Make the target as it was saved, or read() it and convert; strict=False would leave it as it is"
     return f"See `hyper-ckpt show {what}`; strict=False loads what matches and leaves the rest as it is"

@@ -78,7 +78,8 @@ class Completer:
         """Checks the files that hold tensors; returns what `Manifest.pieces` says of each."""
         file, start = self._manifest.pieces(names)
         others = [self._manifest.tensor(names[i]).copies[0].file for i in np.flatnonzero(file < 0).tolist()]
-        self._check_files(np.unique(np.concatenate([file[file >= 0], *others])).tolist())
+        distinct = {id(each): each for each in others}  # many may be of one grid
+        self._check_files(np.unique(np.concatenate([file[file >= 0], *distinct.values()])).tolist())
         return dict(zip(names, zip(file.tolist(), start.tolist(), strict=True), strict=True))
 
     def _made(self, name: str, row: TensorRow, place: Place, where: tuple[int, int]) -> Any:

@@ -10,10 +10,19 @@ from typing import Any
 import numpy as np
 
 from hyper_ckpt.api.collector import paused_collector
-from hyper_ckpt.api.common import CheckpointId, all_tensors, few, operation, resolve_id, resolve_platform, state_of
+from hyper_ckpt.api.common import (
+    CheckpointId,
+    all_tensors,
+    brief,
+    few,
+    operation,
+    resolve_id,
+    resolve_platform,
+    state_of,
+)
 from hyper_ckpt.api.load_warnings import ranks_text
 from hyper_ckpt.api.loading import MAX_ATTEMPTS, LoadCall, Loading
-from hyper_ckpt.api.matching import Match
+from hyper_ckpt.api.matching import SAY_WHOSE, Match
 from hyper_ckpt.api.reporting import Reporter
 from hyper_ckpt.api.views import metadata_of
 from hyper_ckpt.contracts.placement import StorageReader
@@ -21,14 +30,14 @@ from hyper_ckpt.contracts.platform import Platform, TensorDescription
 from hyper_ckpt.engine.stage import from_host
 from hyper_ckpt.engine.stored import Stored
 from hyper_ckpt.engine.workers import default_threads
-from hyper_ckpt.errors import MissingFileError, MissingKeyError
+from hyper_ckpt.errors import ConflictError, MissingFileError, MissingKeyError
 from hyper_ckpt.layout import Replicated
 from hyper_ckpt.manifest import Manifest
 from hyper_ckpt.metadata import Metadata
 from hyper_ckpt.options import DEFAULT_TIMEOUT, LoadOptions, Verify
 from hyper_ckpt.planning.standard import StandardLoadPlanner
 from hyper_ckpt.registry import registry
-from hyper_ckpt.state import Node, rebuild, select, skeleton
+from hyper_ckpt.state import Node, Selection, rebuild, select, skeleton
 from hyper_ckpt.state.names import expand
 from hyper_ckpt.state.walk import all_names, drop, prune, tensor_names
 from hyper_ckpt.storage.filesystem import FileSystemReader, is_whole, not_whole
@@ -59,7 +68,8 @@ def read(
 ) -> dict[Any, Any]:
     """Builds the saved state anew, in this process alone. Tensors come whole.
 
-    Where ranks saved different values, and for `PerRank`, it is rank 0's state (the lowest rank's that has any).
+    Where ranks saved different plain values, and for `PerRank`, it is rank 0's state (the lowest rank's that has any).
+    Where they saved different tensors under one name, `LoadOptions(conflicts=...)` must say whose to read.
 
     Args:
         checkpoint_id: path or URL.
@@ -74,6 +84,7 @@ def read(
 
     Raises:
         MissingKeyError: a name in `keys` was not saved.
+        ConflictError: ranks saved different tensors under a name, and `options` does not say whose to read.
         CheckpointNotFoundError, CorruptCheckpointError: as for `load`.
     """
     chosen = resolve_platform(platform or "numpy", None, no_dist=True)
@@ -107,7 +118,8 @@ def read(
 
 def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None, reporter: Reporter) -> dict[Any, Any]:
     chosen, tensors = call.platform, all_tensors(call.platform)
-    tree = select(state_of(manifest), 0).tree
+    selected = select(state_of(manifest), 0, whose=call.options.conflicts, saved_by_these=manifest.world_size == 1)
+    tree = selected.tree
     if keys is not None:
         tree, absent = prune(tree, expand(keys, all_names(tree)))
         if absent:
@@ -117,16 +129,18 @@ def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None, repor
     if manifest.absent:
         tree = _without_holes(tree, manifest)
     saved = tensor_names(tree)
+    _refuse_undecided(saved, selected, manifest)
+    manifest = manifest.renamed(selected.stored)
     rows, (file, _) = manifest.rows(saved), manifest.pieces(saved)
     others = [manifest.tensor(saved[i]) for i in np.flatnonzero(file < 0).tolist()]
     for stored in others:
         if not is_whole(stored):  # known before memory is taken for it
             raise not_whole(manifest, stored.name)
-    parts = [stored.copies[0].file for stored in others]
+    parts = {id(stored.copies[0].file): stored.copies[0].file for stored in others}  # many may be of one grid
     loading = Loading(call, operation(chosen, DEFAULT_TIMEOUT, "read"), reporter)
     files = Stored(call.store, manifest, call.verify != "off")
     # What the manifest says is not believed before the files are there: no memory is taken for less.
-    files.check_files(np.unique(np.concatenate([file[file >= 0], *parts])).tolist())
+    files.check_files(np.unique(np.concatenate([file[file >= 0], *parts.values()])).tolist())
     targets = {
         name: tensors.empty(TensorDescription(row.dtype, row.shape, Replicated()))
         for name, row in zip(saved, rows, strict=True)
@@ -156,3 +170,15 @@ def _without_holes(tree: Node, manifest: Manifest) -> Node:
         stacklevel=4,
     )
     return drop(tree, set(holes))
+
+
+def _refuse_undecided(names: Sequence[str], selected: Selection, manifest: Manifest) -> None:
+    """Raises where ranks saved different tensors, and it was not said whose to read."""
+    unclear = [name for name in names if name in selected.undecided]
+    if unclear:
+        ranks = brief(selected.undecided[unclear[0]])
+        raise ConflictError(
+            f"{manifest.checkpoint}: ranks saved different tensors under {few([*map(repr, unclear)])} ({unclear[0]!r}: "
+            f"ranks {ranks}). {SAY_WHOSE}",
+            unclear,
+        )

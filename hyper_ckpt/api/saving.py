@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from hyper_ckpt.agreement import Operation, names
-from hyper_ckpt.api.common import attempt, few
+from hyper_ckpt.api.common import attempt, brief, few
 from hyper_ckpt.api.plans import plans_of
 from hyper_ckpt.api.reporting import Reporter
 from hyper_ckpt.api.views import metadata_of, own_metadata
@@ -29,15 +29,25 @@ from hyper_ckpt.errors import CheckpointError, ConflictError, PlanError, RankTim
 from hyper_ckpt.manifest import Manifest
 from hyper_ckpt.manifest_writer import ManifestContent, encode_manifest
 from hyper_ckpt.metadata import Metadata
+from hyper_ckpt.planning.replicas import with_variants
 from hyper_ckpt.planning.share import table_of
 from hyper_ckpt.receipt import receipt_name
-from hyper_ckpt.state import Node, decode_tree, encode_tree, groups_advice, merge, values_digest
+from hyper_ckpt.state import Node, decode_tree, encode_tree, groups_advice, keep_variants, merge, values_digest
 from hyper_ckpt.state.walk import blob_owners, tensor_names
 from hyper_ckpt.version import VERSION as LIBRARY_VERSION
 
 T = TypeVar("T")
 
 logger = logging.getLogger("hyper_ckpt")
+
+_REMEDIES = (
+    "If they are meant to differ, as experts do, give each a name of its own or wrap it in PerRank; if one rank's is "
+    "enough, as of BatchNorm statistics, SaveOptions(conflicts='warn') stores the lowest rank's only"
+)
+_KEPT = {
+    "keep": "the checkpoint keeps each rank's, and a load on other ranks will have to say whose it wants",
+    "warn": "the checkpoint has only the lowest rank's",
+}
 
 
 class _Decision(msgspec.Struct, frozen=True, array_like=True):
@@ -89,13 +99,11 @@ class Saving:
         prepared, error = attempt(lambda: self._part.prepare(state))
         self._operation.meet(self.call.agreed_options(), error)
         assert prepared is not None
-        plans = plans_of(self.call.platform)
-        exchanged, error = attempt(
-            lambda: (plans.known(self._operation.exchange(prepared.description)), self._gather_trees(prepared))
-        )
+        exchanged, error = attempt(lambda: self._exchange(_known(prepared)))
         loose: list[Columns] = []
         data = self._operation.agree("planning", b"", error, lambda _: self._decide(*_known(exchanged), loose))
         world, _ = _known(exchanged)
+        prepared = prepared.with_variants(world.groups, self._ranks.rank) if world.holders else prepared
         decision = msgspec.msgpack.decode(data, type=_Decision)
         planned = _planned(world, decision.base_load)
         parts = [c.pack() for c in loose[0].by_rank(self._ranks.world_size)] if decision.loose and loose else None
@@ -160,6 +168,33 @@ class Saving:
                 names(late),
             )
 
+    def _exchange(self, prepared: Prepared) -> tuple[World, list[tuple[list[int], Node]]]:
+        """What all ranks describe; and at rank 0, their trees. Collective.
+
+        Raises:
+            ConflictError: replicas differ, and that is refused, or cannot be kept. The same on every rank.
+        """
+        world = plans_of(self.call.platform).known(self._operation.exchange(prepared.description))
+        trees = self._gather_trees(prepared)
+        return (self._settled(world) if world.conflicts else world), trees
+
+    def _settled(self, world: World) -> World:
+        """What to save of replicas that differ. Says so on every rank."""
+        table_of(world)  # raises where they are not even of one dtype and shape
+        conflicts = self.call.options.conflicts
+        names = few([*map(repr, sorted(world.conflicts))])
+        irregular = sorted(name for name, groups in world.groups.items() if not groups)
+        if conflicts == "error":
+            raise ConflictError(f"ranks hold different tensors under {names}. {_REMEDIES}")
+        if conflicts == "keep" and irregular:
+            raise ConflictError(
+                f"ranks hold different values of {few([*map(repr, irregular)])}, in parts that cannot be sorted into "
+                f"whole replicas, so that they cannot all be kept. {_REMEDIES}"
+            )
+        text = f"ranks hold different tensors under {names}: {_KEPT[conflicts]}. {_REMEDIES}"
+        warnings.warn(text, stacklevel=8)
+        return with_variants(world) if conflicts == "keep" else world
+
     def _gather_trees(self, prepared: Prepared) -> list[tuple[list[int], Node]]:
         """At rank 0, the distinct trees with their ranks: one of each is sent."""
         if self._ranks.world_size == 1:
@@ -179,10 +214,9 @@ class Saving:
         """At rank 0: looks at the path, joins the states, and proves that what will be written is whole."""
         call = self.call
         self._previous = look(call.store, call.overwrite)
-        self._tree, conflicts = merge(trees)
-        texts = [f"{c.name!r} on ranks {_brief(c.ranks)}{groups_advice(c.name)}" for c in conflicts]
-        self._report_conflicts(texts, "keeps each rank's value")
-        self._report_conflicts([repr(name) for name in sorted(world.conflicts)], "keeps the lowest rank's tensor")
+        merged, conflicts = merge(trees)
+        self._report_conflicts([f"{c.name!r} on ranks {brief(c.ranks)}{groups_advice(c.name)}" for c in conflicts])
+        self._tree = keep_variants(merged, world.groups) if world.holders else merged
         columns = call.planner.loose_plan(without(world, world.ties))
         loose.append(columns)
         load = np.bincount(columns.rank, columns.nbytes(), world.world_size).astype(np.int64).tobytes()
@@ -197,13 +231,16 @@ class Saving:
         )
         return msgspec.msgpack.encode(decision)
 
-    def _report_conflicts(self, found: list[str], kept: str) -> None:
+    def _report_conflicts(self, found: list[str]) -> None:
         if not found:
             return
         text = f"ranks hold different values of {few(found)}"
         if self.call.options.conflicts == "error":
-            raise ConflictError(f'{text}. Wrap values that belong to a rank in PerRank, or save with conflicts="warn"')
-        warnings.warn(f"{text}: the checkpoint {kept}. Wrap values that belong to a rank in PerRank", stacklevel=9)
+            raise ConflictError(f'{text}. Wrap values that belong to a rank in PerRank, or save with conflicts="keep"')
+        warnings.warn(
+            f"{text}: the checkpoint keeps each rank's value. Wrap values that belong to a rank in PerRank",
+            stacklevel=9,
+        )
 
     def _plan(self, prepared: Prepared, world: World, loose: bytes, decision: _Decision) -> Planned:
         """Plans this rank's share, as rank 0 does for all."""
@@ -290,7 +327,3 @@ def _known(value: T | None) -> T:
 def _planned(world: World, base_load: bytes) -> World:
     """The world that is planned: each tied memory once, and what ranks write of loose tensors counted."""
     return with_base_load(without(world, world.ties), np.frombuffer(base_load, np.int64))
-
-
-def _brief(groups: tuple[tuple[int, ...], ...]) -> str:
-    return " / ".join(",".join(map(str, ranks[:4])) + ("..." if len(ranks) > 4 else "") for ranks in groups[:4])

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from hyper_ckpt.api.common import state_of
+from hyper_ckpt.box import element_counts
+from hyper_ckpt.cells import Chunks, ListedCells
 from hyper_ckpt.columns import Columns, Placed
 from hyper_ckpt.dtypes import dtype_of
 from hyper_ckpt.errors import ManifestError
-from hyper_ckpt.manifest import VERSION, Chunks, Manifest, StoredTensor
+from hyper_ckpt.manifest import VERSION, Manifest, StoredTensor
 from hyper_ckpt.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -23,7 +25,7 @@ from hyper_ckpt.metadata import (
     TensorStorageMetadata,
 )
 from hyper_ckpt.receipt import FileRecord
-from hyper_ckpt.state import Node, decode_tree, rebuild
+from hyper_ckpt.state import Node, decode_tree, rebuild, variants_of
 from hyper_ckpt.state.walk import values_by_kind
 
 
@@ -64,6 +66,7 @@ def metadata_of(manifest: Manifest, tree: Node = None) -> Metadata:
         manifest.created,
         {f.name: f.size for f in manifest.files},
         user_value(manifest.user),
+        variants_of(tree),
     )
 
 
@@ -90,9 +93,8 @@ def own_metadata(
         rows = np.flatnonzero(columns.tensor == number)
         d = len(table.shapes[number])
         entry = placed.entry[rows]
-        chunks = Chunks(
-            columns.offsets[rows, :d], columns.sizes[rows, :d], placed.entry_file[entry], placed.entry_start[entry]
-        )
+        boxes = ListedCells(columns.offsets[rows, :d], columns.sizes[rows, :d], placed.entry_file[entry])
+        chunks = Chunks(boxes, placed.entry_start[entry])
         return StoredTensor(name, table.dtypes[number], table.shapes[number], (chunks,))
 
     values = {name: BytesStorageMetadata(kind) for name, kind in values_by_kind(tree).items()}
@@ -108,6 +110,7 @@ def own_metadata(
         *facts[:3],
         {f.name: f.size for f in files},
         facts[3],
+        variants_of(tree),
     )
 
 
@@ -123,9 +126,9 @@ def _storage(stored: StoredTensor, files: Any) -> tuple[tuple[MetadataIndex, Sto
     out = []
     itemsize = dtype_of(stored.dtype).itemsize
     for copy, chunks in enumerate(stored.copies):
-        for i in range(len(chunks.file)):
-            file = files[int(chunks.file[i])]
-            nbytes = int(np.prod(chunks.sizes[i], dtype=np.int64)) * itemsize
-            where = StorageInfo(file.name, file.data_start + int(chunks.start[i]), nbytes, copy)
-            out.append((MetadataIndex(stored.name, tuple(chunks.offsets[i].tolist()), i), where))
+        counts = element_counts(chunks.sizes)
+        columns = (chunks.offsets.tolist(), chunks.file.tolist(), chunks.start.tolist(), counts.tolist())
+        for i, (offsets, number, start, count) in enumerate(zip(*columns, strict=True)):
+            where = StorageInfo(files[number].name, files[number].data_start + start, count * itemsize, copy)
+            out.append((MetadataIndex(stored.name, tuple(offsets), i), where))
     return tuple(out)

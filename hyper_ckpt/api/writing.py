@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -28,7 +28,9 @@ from hyper_ckpt.metadata import Metadata
 from hyper_ckpt.options import DEFAULT_MAX_HOST_BYTES, SaveOptions
 from hyper_ckpt.receipt import FileRecord, LocalPart
 from hyper_ckpt.registry import registry
-from hyper_ckpt.state import FlatState, encode_tree, flatten, skeleton
+from hyper_ckpt.state import FlatState, encode_tree, flatten, keep_variants, label_of, skeleton
+from hyper_ckpt.state.names import variant_name
+from hyper_ckpt.state.variants import Groups
 from hyper_ckpt.state.walk import values_by_kind
 
 Writer = Callable[[SaveJob], WriteResult]
@@ -70,6 +72,18 @@ class Prepared:
     flat: FlatState
     description: Description
     user: bytes
+
+    def with_variants(self, groups: Mapping[str, Groups], rank: int) -> Prepared:
+        """The same state, in which tensors that differ between ranks are called as this rank's variants are stored.
+
+        Args:
+            groups: by the names of such tensors, see `World.groups`.
+        """
+        tensors = {}
+        for name, value in self.flat.tensors.items():
+            label = label_of(groups[name], rank) if name in groups else None
+            tensors[name if label is None else variant_name(name, label)] = value
+        return replace(self, flat=replace(self.flat, tensors=tensors, tree=keep_variants(self.flat.tree, groups)))
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):

@@ -14,7 +14,7 @@ from hyper_ckpt.cli.tensors import TensorFacts, chunks_of, describe_tensors, mat
 from hyper_ckpt.cli.values import ValueFacts, describe_value, describe_values
 from hyper_ckpt.manifest import Manifest
 from hyper_ckpt.registry import registry
-from hyper_ckpt.state import decode_tree
+from hyper_ckpt.state import decode_tree, variants_of
 from hyper_ckpt.state.tree import KeyedNode
 from hyper_ckpt.storage.filesystem import FileSystemReader
 from hyper_ckpt.text import clean, size
@@ -32,6 +32,7 @@ class Overview:
     tensors: list[TensorFacts]
     values: list[ValueFacts]
     user: ValueFacts
+    conflicts: dict[str, tuple[tuple[tuple[int, ...], str], ...]]
 
     @property
     def elements(self) -> int:
@@ -60,8 +61,15 @@ def look(checkpoint: str) -> Overview:
     manifest = FileSystemReader().load_partial(store)
     user = decode_tree(manifest.user)
     inner = user.v[0] if isinstance(user, KeyedNode) and len(user.v) == 1 else user
-    values = describe_values(decode_tree(manifest.state))
-    return Overview(store.url, manifest, describe_tensors(manifest), values, describe_value(inner, "user_metadata"))
+    tree = decode_tree(manifest.state)
+    return Overview(
+        store.url,
+        manifest,
+        describe_tensors(manifest),
+        describe_values(tree),
+        describe_value(inner, "user_metadata"),
+        variants_of(tree),
+    )
 
 
 def as_text(view: Overview, *, tensor: str | None, files: bool, limit: int) -> Iterator[str]:
@@ -74,7 +82,7 @@ def as_text(view: Overview, *, tensor: str | None, files: bool, limit: int) -> I
     """
     if tensor is not None:
         by_name = {t.name: t for t in view.tensors}
-        for i, name in enumerate(matching(view.manifest, tensor)):
+        for i, name in enumerate(_chosen(view, tensor)):
             yield from ([""] if i else [])
             yield from _one_tensor(view.manifest, by_name[name], limit)
         return
@@ -92,6 +100,12 @@ def as_text(view: Overview, *, tensor: str | None, files: bool, limit: int) -> I
         yield from _left_out(len(view.values), limit, "values")
 
 
+def _chosen(view: Overview, tensor: str) -> list[str]:
+    """The tensors that a name or pattern stands for; of one that differs between ranks, all."""
+    variants = view.conflicts.get(tensor)
+    return matching(view.manifest, tensor) if variants is None else [name for _, name in variants]
+
+
 def _summary(view: Overview) -> Iterator[str]:
     manifest = view.manifest
     age = text.duration(time.time() - manifest.created)
@@ -103,6 +117,7 @@ def _summary(view: Overview) -> Iterator[str]:
         ("stored", f"{size(view.nbytes)} in {text.count(len(manifest.files), 'file')}"),
         ("tensors", f"{len(view.tensors):,}: {view.elements:,} elements, {size(view.tensor_bytes)}"),
         *_parts(view.tensors),
+        *_conflicts(view),
         ("values", f"{len(view.values):,}{f', {per_rank:,} of them per rank' if per_rank else ''}"),
     ]
     if manifest.absent:
@@ -134,6 +149,14 @@ def _parts(tensors: Sequence[TensorFacts]) -> Iterator[tuple[str, str]]:
         own = [t for t in group if t.tied_to is None]
         sizes = f"{sum(t.elements for t in own):,} elements, {size(sum(t.nbytes for t in own))}"
         yield "", f"{text.middle(clean(name), 24)}: {len(group):,}, {sizes}"
+
+
+def _conflicts(view: Overview) -> Iterator[tuple[str, str]]:
+    if view.conflicts:
+        name, variants = next(iter(view.conflicts.items()))
+        ranks = " / ".join(text.ranges(each) for each, _ in variants[:4]) + " / ..." * (len(variants) > 4)
+        kept = f"each rank's is kept: {name} of ranks {ranks}{', ...' * (len(view.conflicts) > 1)}"
+        yield "conflicts", f"{text.count(len(view.conflicts), 'tensor')} differed between ranks, {kept}"
 
 
 def _tensor_row(facts: TensorFacts) -> tuple[str, ...]:
@@ -190,7 +213,7 @@ def _left_out(number: int, limit: int, what: str) -> Iterator[str]:
 def as_json(view: Overview, *, tensor: str | None) -> Iterator[str]:
     """The lines of one JSON object, a tensor to a line: a million chunks need no memory."""
     manifest = view.manifest
-    wanted = None if tensor is None else set(matching(manifest, tensor))
+    wanted = None if tensor is None else set(_chosen(view, tensor))
     facts = {
         "checkpoint": view.url,
         "save_id": manifest.save_id,
@@ -208,6 +231,8 @@ def as_json(view: Overview, *, tensor: str | None) -> Iterator[str]:
         yield f" {text.as_json(key)}: {text.as_json(value)},"
     files = ({"name": f.name, "rank": f.rank, "nbytes": f.size, "data_start": f.data_start} for f in manifest.files)
     yield from _array("files", files, ",")
+    variants = {n: [{"ranks": ranks, "tensor": stored} for ranks, stored in v] for n, v in view.conflicts.items()}
+    yield f' "conflicts": {text.as_json(variants)},'
     yield from _array("values", ({"name": v.name, "kind": v.kind, **_value_json(v)} for v in view.values), ",")
     chosen = (t for t in view.tensors if wanted is None or t.name in wanted)
     yield from _array("tensors", (_tensor_json(t, manifest) for t in chosen), "")

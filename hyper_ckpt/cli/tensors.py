@@ -6,16 +6,19 @@ import fnmatch
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from hyper_ckpt.cells import Chunks
 from hyper_ckpt.dtypes import dtype_of
 from hyper_ckpt.errors import MissingKeyError
-from hyper_ckpt.manifest import Chunks, Manifest, StoredTensor
+from hyper_ckpt.manifest import Manifest, StoredTensor
 from hyper_ckpt.storage.filesystem import is_whole
 
 WHOLE = "·"
+_FIRST = np.zeros(1, np.int64)
+_AT_ONCE = 1 << 14
+"""Chunks that are expanded at once."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def describe_tensors(manifest: Manifest) -> list[TensorFacts]:
     for name in manifest.tensors:
         stored = manifest.tensor(name)
         chunks = stored.copies[0]
-        place = (int(chunks.file[0]), int(chunks.start[0])) if len(chunks.file) else None
+        place = (int(chunks.file[0]), int(chunks.starts_of(_FIRST)[0])) if len(chunks) else None
         holder = name if place is None else first.setdefault(place, name)
         elements = math.prod(stored.shape)
         facts.append(
@@ -105,35 +108,26 @@ def chunks_of(stored: StoredTensor, manifest: Manifest) -> Iterator[ChunkFacts]:
     """Where a tensor's bytes lie, copy by copy."""
     itemsize = dtype_of(stored.dtype).itemsize
     for copy, chunks in enumerate(stored.copies):
-        columns = (chunks.offsets.tolist(), chunks.sizes.tolist(), chunks.file.tolist(), chunks.start.tolist())
-        for offsets, sizes, number, start in zip(*columns, strict=True):
-            file = manifest.files[number]
-            yield ChunkFacts(
-                copy,
-                tuple(offsets),
-                tuple(sizes),
-                file.name,
-                file.data_start + start,
-                math.prod(sizes) * itemsize,
-            )
+        for low in range(0, len(chunks), _AT_ONCE):
+            some = np.arange(low, min(low + _AT_ONCE, len(chunks)))
+            columns = (*chunks.cells.boxes(some), chunks.file[some], chunks.starts_of(some))
+            for offsets, sizes, number, start in zip(*[c.tolist() for c in columns], strict=True):
+                file, nbytes = manifest.files[number], math.prod(sizes) * itemsize
+                yield ChunkFacts(copy, tuple(offsets), tuple(sizes), file.name, file.data_start + start, nbytes)
 
 
 def describe_split(chunks: Chunks, shape: tuple[int, ...]) -> str:
     """How chunks cut a tensor: "whole", "4 x (2,·)" along one dimension, "grid 2x2 (4,4)", or only their number."""
-    n = len(chunks.file)
+    n = len(chunks)
     if n <= 1:
         return "whole" if n else "no bytes"
-    cuts = [len(np.unique(chunks.offsets[:, d])) for d in range(len(shape))]
+    each = [chunks.cells.cuts_of(d) for d in range(len(shape))]
+    cuts = [count for count, _, _ in each]
     if math.prod(cuts) != n:
         return f"{n} boxes"
-    parts = [WHOLE if c == 1 else _extent(chunks.sizes[:, d]) for d, c in enumerate(cuts)]
+    parts = [WHOLE if c == 1 else str(low) if low == high else f"{low}..{high}" for c, low, high in each]
     box = f"({','.join(parts)}{',' if len(parts) == 1 else ''})"
     return f"{n} x {box}" if sum(c > 1 for c in cuts) == 1 else f"grid {'x'.join(map(str, cuts))} {box}"
-
-
-def _extent(sizes: Any) -> str:
-    low, high = int(sizes.min()), int(sizes.max())
-    return str(low) if low == high else f"{low}..{high}"
 
 
 def shape_text(shape: tuple[int, ...]) -> str:

@@ -198,6 +198,6 @@ _WRITERS: dict[type, Callable[[Any], str]] = {
     RanksNode: _ranks,
     PerRankNode: lambda node: "<one of each rank>",
     StatefulNode: lambda node: _text(node.v),
-    TensorNode: lambda node: "<tensor>",
+    TensorNode: lambda node: "<tensor>" if node.rank is None else f"<tensor ~r{node.rank}>",
     RawNode: lambda node: f"<tensor {node.dtype} {list(node.shape)}>",
 }

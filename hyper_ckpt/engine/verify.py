@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 
+from hyper_ckpt.box import IntArray
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.engine.digest import block_digest
 from hyper_ckpt.engine.stored import check_file, read_receipt
@@ -19,6 +21,9 @@ from hyper_ckpt.receipt import BLOCK_BYTES, Receipt, receipt_name
 from hyper_ckpt.storage.filesystem import is_whole
 
 T = TypeVar("T")
+
+_MOST_CHUNKS = 10**8
+"""Chunks that are looked through for the names of damaged ones: a hostile manifest may have any number."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Verifier:
         self._lock = threading.Lock()
         self._problems: list[Problem] = []
         self._checked = 0
-        self._names: dict[tuple[str, int], str] = {}
+        self._pieces: dict[int, tuple[str, int]] = {}  # file and start of the piece that a problem is in, by its number
 
     def run(self) -> VerifyReport:
         """Checks everything; a problem does not end it."""
@@ -81,17 +86,14 @@ class Verifier:
             if covered.get(record.name, 0) != record.size - record.data_start:
                 text = f"{covered.get(record.name, 0)} of {record.size - record.data_start} bytes have digests"
                 self._problems.append(Problem(record.name, "", record.data_start, record.size, text))
-        return VerifyReport(self._checked, tuple(self._problems))
+        return VerifyReport(self._checked, tuple(self._named()))
 
     def _check_tensors(self) -> None:
-        """Proves that every tensor is covered by its chunks, and notes which bytes are whose."""
+        """Proves that every tensor is covered by its chunks."""
         for name in self._manifest.tensors:
             stored = self._attempt("manifest.json", lambda name=name: self._manifest.tensor(name))  # type: ignore[misc]
             if stored is not None and not is_whole(stored):
                 self._problems.append(Problem("manifest.json", name, 0, 0, "its chunks do not cover it exactly once"))
-            for chunks in stored.copies if stored else ():
-                for file, start in zip(chunks.file.tolist(), chunks.start.tolist(), strict=True):
-                    self._names[self._manifest.files[file].name, start] = name
 
     def _check_pieces(self, receipt: Receipt, covered: dict[str, int]) -> None:
         payload_of = {number: name for name, number in receipt.payloads.items()}
@@ -101,32 +103,66 @@ class Verifier:
         for number, piece in enumerate(receipt.pieces):
             file = receipt.files[piece.file]
             covered[file.name] = covered.get(file.name, 0) + piece.nbytes
-            name = self._names.get((file.name, piece.start), payload_of.get(number, ""))
+            name, place = payload_of.get(number, ""), (file.name, piece.start)
             start, stop = file.data_start + piece.start, file.data_start + piece.start + piece.nbytes
             if 0 < ends[file.name] < stop:
                 at = max(start, ends[file.name])
-                self._problems.append(Problem(file.name, name, at, stop, "these bytes are gone: the file ends early"))
+                self._note(place, Problem(file.name, name, at, stop, "these bytes are gone: the file ends early"))
             for low, digest in zip(range(start, stop, BLOCK_BYTES), piece.blocks().tolist(), strict=True):
                 high = min(low + BLOCK_BYTES, stop)
                 if high > ends[file.name]:
                     break
-                tasks.append(lambda f=file.name, n=name, a=low, b=high, d=digest: self._check_block(f, n, a, b, d))  # type: ignore[misc]
+                tasks.append(lambda p=place, n=name, a=low, b=high, d=digest: self._check_block(p, n, a, b, d))  # type: ignore[misc]
         with self._store.reading():
             run_all(tasks, self._threads)
 
-    def _check_block(self, file: str, name: str, low: int, high: int, digest: int) -> None:
-        buffer = np.empty(high - low, np.uint8)
+    def _check_block(self, piece: tuple[str, int], name: str, low: int, high: int, digest: int) -> None:
+        buffer, file = np.empty(high - low, np.uint8), piece[0]
         try:
             self._store.read_into(file, [(low, high - low)], [buffer.data])
         except CheckpointError as error:
-            self._problems.append(Problem(file, name, low, high, str(error)))
+            self._note(piece, Problem(file, name, low, high, str(error)))
             return
         with self._lock:
             self._checked += high - low
             if self._progress is not None:
                 self._progress(self._checked, self._total)
         if block_digest(buffer.data) != digest:
-            self._problems.append(Problem(file, name, low, high, "the bytes differ from what was saved"))
+            self._note(piece, Problem(file, name, low, high, "the bytes differ from what was saved"))
+
+    def _note(self, piece: tuple[str, int], problem: Problem) -> None:
+        with self._lock:
+            self._pieces[len(self._problems)] = piece
+            self._problems.append(problem)
+
+    def _named(self) -> list[Problem]:
+        """The problems, those of tensors with their names. They are looked for only where there are problems."""
+        if not self._pieces:
+            return self._problems
+        number_of = {record.name: number for number, record in enumerate(self._manifest.files)}
+        names = {(number_of[file], start): "" for file, start in self._pieces.values()}
+        for name, file, start in self._chunks_at(np.array(sorted({start for _, start in names}), np.int64)):
+            if (file, start) in names:
+                names[file, start] = name
+        whose = {number: names[number_of[file], start] for number, (file, start) in self._pieces.items()}
+        return [replace(p, name=whose.get(number) or p.name) for number, p in enumerate(self._problems)]
+
+    def _chunks_at(self, starts: IntArray) -> Iterator[tuple[str, int, int]]:
+        """Tensor, file and start of the chunks that start so in their files."""
+        seen = 0
+        for name in self._manifest.tensors:
+            try:
+                copies = self._manifest.tensor(name).copies
+            except CheckpointError:  # reported already
+                continue
+            for chunks in copies:
+                seen += len(chunks)
+                if seen > _MOST_CHUNKS:
+                    return
+                if isinstance(chunks.starts, int) and chunks.starts not in starts:
+                    continue
+                at = np.flatnonzero(np.isin(chunks.start, starts))
+                yield from zip(itertools.repeat(name), chunks.file[at].tolist(), chunks.starts_of(at).tolist())
 
     def _attempt(self, file: str, check: Callable[[], T]) -> T | None:
         try:

@@ -10,6 +10,7 @@ import msgspec
 
 from hyper_ckpt.contracts.store import ByteStore, Expect
 from hyper_ckpt.errors import MissingFileError
+from hyper_ckpt.strict_json import refuse_duplicates
 
 NOTE_NAME = "hyper-ckpt-step.json"
 
@@ -55,7 +56,9 @@ def read_note(store: ByteStore, prefix: str) -> Note | None:
     except MissingFileError:
         return None
     try:
-        return msgspec.json.decode(data, type=Note)
+        note = msgspec.json.decode(data, type=Note)
+        refuse_duplicates(data, msgspec.json.encode(note))
+        return note
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return Note(pinned=True)
 

@@ -54,7 +54,9 @@ class ItemSavePlanner(SavePlanner):
     As it is, every box is written once, by the least loaded of its holders, and no box is cut. Planning pays the
     gather: rank 0 receives the items of all ranks.
 
-    A tensor whose replicas differ between ranks is offered to `create_global_plan` by the lowest holder only.
+    A tensor whose replicas differ between ranks is offered to `create_global_plan` as several: a variant for each set
+    of ranks that hold equal ones, named "w~r3" after the lowest rank of the set, and offered by that rank only. With
+    `conflicts="warn"` it is one, which the lowest holder offers.
     """
 
     _decided: tuple[ExplicitBoxes, Columns] | None = None
@@ -166,8 +168,9 @@ class _Wish(msgspec.Struct, frozen=True, array_like=True, order=True):
 class ItemLoadPlanner(StandardLoadPlanner):
     """A load planner to subclass: override `create_local_plan`. As it is, every rank reads its own shards for itself.
 
-    An item may name a `reader` and `sharers`: then one rank reads the box and broadcasts it, which all sharers must
-    list alike. With `share_reads=False` every rank reads for itself, whatever items say.
+    An item may name a `reader` and `sharers`: then one rank reads the box and broadcasts it (but for tensors that
+    differ between ranks: each reads its own), which all sharers must list alike. With `share_reads=False` every rank
+    reads for itself, whatever items say.
     """
 
     def __new__(cls, *args: Any, **options: Any) -> ItemLoadPlanner:
@@ -214,11 +217,15 @@ class ItemLoadPlanner(StandardLoadPlanner):
         table = table_of(world)
         rows = Rows(table.width)
         wishes = {msgspec.structs.replace(w, name=world.ties.get(w.name, w.name)) for w in self._wishes[rank]}
+
+        def is_shared(wish: _Wish) -> bool:
+            return bool(wish.sharers) and wish.name not in world.conflicts
+
         _add(
             rows,
             table,
             [
-                (w.name, (w.offsets, w.sizes), *((w.reader, number[w.sharers]) if w.sharers else (rank, -1)))
+                (w.name, (w.offsets, w.sizes), *((w.reader, number[w.sharers]) if is_shared(w) else (rank, -1)))
                 for w in sorted(wishes)
             ],
         )

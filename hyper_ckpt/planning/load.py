@@ -29,7 +29,8 @@ def plan_shared(world: World, rank: int, boxes: OwnBoxes, max_bytes: int) -> Col
     Args:
         world: what all ranks want.
         rank: the rank whose rows to make: what it reads, and what it receives.
-        boxes: all boxes that this rank wants; those of tensors that fit no line it reads for itself.
+        boxes: all boxes that this rank wants; those of tensors that fit no line, or differ between ranks, it
+            reads for itself.
         max_bytes: larger shared boxes are cut, so that they can be passed on piece by piece.
     """
     table = table_of(world)
@@ -38,13 +39,16 @@ def plan_shared(world: World, rank: int, boxes: OwnBoxes, max_bytes: int) -> Col
     loads = np.zeros(world.world_size, np.int64)
     groups: list[tuple[int, ...]] = []
     for line in lines:
+        if table.names[int(line.tensors[0])] in world.conflicts:
+            continue
         mine = np.flatnonzero((line.ranks == rank).any(axis=1))
         if line.ranks.shape[1] == 1:
             give(line, rows, mine, 0, 0)
             continue
         assign(line, table, loads, rows, mine, len(groups))
         groups += map(tuple, line.ranks.tolist())
-    number_of = {table.names[i]: i for i in loose}
+    unshared = {*[table.names[i] for i in loose], *world.conflicts}
+    number_of = {name: i for i, name in enumerate(table.names) if name in unshared}
     _add_own(rows, number_of, rank, [b for b in boxes if b[0] in number_of])
     # Lines of the same ranks share one process group.
     distinct = sorted(set(groups))

@@ -80,7 +80,8 @@ def _place_line(
 ) -> None:
     holders = line.ranks.shape[1]
     mine = np.arange(len(line.ranks)) if rank is None else np.flatnonzero((line.ranks == rank).any(axis=1))
-    # Of replicas that differ only the lowest rank's is kept: readers of several copies would mix them.
+    # Of replicas that differ only the lowest rank's is kept: readers of several copies would mix them. Equal ones among
+    # them are not cut either: above 1 MiB only samples were compared.
     if table.names[int(line.tensors[0])] in world.conflicts:
         give(line, rows, mine, 0, 0)
     elif not policy.remove_redundancy:
@@ -116,6 +117,9 @@ def _loose_boxes(world: World, table: TensorTable, loose: list[int]) -> tuple[In
 
     def add(number: int, ranks: IntArray, o: IntArray, s: IntArray) -> None:
         keep = (s > 0).all(axis=1)
+        own = world.holders.get(table.names[number])
+        if own is not None:
+            keep &= np.isin(ranks, own)
         tensor.append(np.full(int(keep.sum()), number, np.int64))
         rank.append(ranks[keep])
         offsets.append(pad(o[keep], table.width, 0))

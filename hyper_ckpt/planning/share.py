@@ -118,7 +118,7 @@ def build_lines(world: World, table: TensorTable) -> tuple[list[Line], list[int]
 class _LineBuilder:
     def __init__(self, world: World, table: TensorTable) -> None:
         self._world, self._table = world, table
-        self._stacks: dict[tuple[tuple[int, int], ...], IntArray | None] = {}
+        self._stacks: dict[tuple[tuple[tuple[int, int], ...], bool], IntArray | None] = {}
         self._boxes: dict[tuple[LayoutRecord, tuple[int, ...]], tuple[IntArray, IntArray]] = {}
         self.loose: list[int] = []
 
@@ -137,6 +137,9 @@ class _LineBuilder:
             ranks = ranks_of.get((pairs, dims))
             if ranks is None:
                 ranks = ranks_of[pairs, dims] = group_ranks(stack, layout.mesh_shape, dims)
+            own = self._world.holders.get(name)
+            if own is not None:  # of each group as many, since they hold whole replicas
+                ranks = ranks[np.isin(ranks, own)].reshape(len(ranks), -1)
             # Tensors whose replicas differ stand in lines of their own, which are not shared out.
             key = (ranks.shape, ranks.tobytes(), name in self._world.conflicts)
             _, tensors, boxes = members.setdefault(key, (ranks, [], []))
@@ -150,9 +153,10 @@ class _LineBuilder:
 
     def _stack(self, name: str, pairs: tuple[tuple[int, int], ...]) -> IntArray | None:
         """(instances, mesh size) ranks that hold a tensor; None if its boxes must be listed one by one."""
-        if pairs in self._stacks:
-            return self._stacks[pairs]
         world = self._world
+        partial = name in world.holders  # of a mesh that describes it, some ranks hold another variant
+        if (pairs, partial) in self._stacks:
+            return self._stacks[pairs, partial]
         layouts = [world.structures[c].layouts[i] for c, i in pairs]
         present = np.flatnonzero(np.isin(world.class_of, [c for c, _ in pairs]))
         stack: IntArray | None
@@ -165,7 +169,7 @@ class _LineBuilder:
                 np.concatenate([world.meshes[c][x.mesh] for (c, _), x in zip(pairs, layouts, strict=True)]), axis=0
             )
             absent = np.setdiff1d(stack, present)
-            if len(absent):
+            if len(absent) and not partial:
                 raise PlanError(
                     f"{name!r} is distributed over ranks {sorted(set(stack.flat))[:8]}, but rank {int(absent[0])} of "
                     "them has no such tensor in its state: pass the same sharded tensors on every rank of their mesh"
@@ -175,7 +179,7 @@ class _LineBuilder:
                     f"ranks describe {name!r} on meshes that overlap without being equal: {stack[:2].tolist()}. "
                     "Build its mesh from the same ranks in the same order everywhere"
                 )
-        self._stacks[pairs] = stack
+        self._stacks[pairs, partial] = stack
         return stack
 
     def _geometry(

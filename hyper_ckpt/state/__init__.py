@@ -12,10 +12,11 @@ from hyper_ckpt.state.compare import Difference, compare, leaves
 from hyper_ckpt.state.digests import canonical, skeleton, values_digest
 from hyper_ckpt.state.flatten import FlatState, ToHost, flatten
 from hyper_ckpt.state.groups import fit_groups, groups_advice
-from hyper_ckpt.state.merge import Conflict, Selection, merge, select
+from hyper_ckpt.state.merge import Conflict, Selection, Whose, merge, select
 from hyper_ckpt.state.names import escape_key, join, parse_key
 from hyper_ckpt.state.restore import Loaded, Restore, prepare_restore
 from hyper_ckpt.state.tree import MAX_DEPTH, BlobNode, Node, encode_tree
+from hyper_ckpt.state.variants import keep_variants, label_of, variants_of
 
 __all__ = [
     "BLOB_LIMIT",
@@ -34,6 +35,7 @@ __all__ = [
     "Selection",
     "Substate",
     "ToHost",
+    "Whose",
     "adopt",
     "canonical",
     "check_tree",
@@ -45,6 +47,8 @@ __all__ = [
     "flatten",
     "groups_advice",
     "join",
+    "keep_variants",
+    "label_of",
     "leaves",
     "merge",
     "parse_key",
@@ -53,4 +57,5 @@ __all__ = [
     "select",
     "skeleton",
     "values_digest",
+    "variants_of",
 ]

@@ -57,6 +57,9 @@ from hyper_ckpt.state.tree import (
 )
 from hyper_ckpt.values import PerRank
 
+MAX_COLLISIONS = 100
+"""Items of one dict or set that may have the same hash. Of what is not made up two or three have."""
+
 MakeTensor = Callable[[str, tuple[int, ...], bytes], Any]
 """A tensor of the name of its dtype, its shape, and its little-endian row-major bytes."""
 
@@ -160,7 +163,9 @@ class Builder:
 
 def keyed_value(node: KeyedNode, items: Iterable[Any]) -> dict[Any, Any]:
     """The kind of dict that a node stands for, with these values."""
-    made = dict(zip(map(parse_key, node.k), items, strict=True))
+    keys = [*map(parse_key, node.k)]
+    _refuse_collisions(keys)
+    made = dict(zip(keys, items, strict=True))
     if len(made) < len(node.k):
         raise ManifestError("a dict of the saved state has two keys that are equal, like 1 and true")
     if isinstance(node, OrderedDictNode):
@@ -190,10 +195,18 @@ def _per_rank(builder: Builder, node: PerRankNode, name: str | None) -> PerRank:
 def _hashable(builder: Builder, node: SetNode | FrozenSetNode, name: str | None) -> list[Any]:
     items = [builder.value(item, name) for item in node.v]
     try:
-        list(map(hash, items))
+        _refuse_collisions(items)
     except TypeError as error:
         raise ManifestError(f"{shown(name)} is a set of what cannot be in one: {error}") from error
     return items
+
+
+def _refuse_collisions(values: Sequence[Any]) -> None:
+    """Refuses values of which many have one hash: dicts and sets of n of them take n * n steps. Strings have none that
+    could be foreseen, but numbers have."""
+    counts = Counter(map(hash, values))
+    if len(counts) < len(values) - MAX_COLLISIONS and max(counts.values()) > MAX_COLLISIONS:
+        raise ManifestError(f"a dict or set of the saved state has more than {MAX_COLLISIONS} items of one hash")
 
 
 def _slice(builder: Builder, node: SliceNode, name: str | None) -> slice:

@@ -29,7 +29,9 @@ from hyper_ckpt.state.tree import (
     StatefulNode,
     TensorNode,
     children,
+    encode_tree,
 )
+from hyper_ckpt.strict_json import refuse_duplicates
 
 _DECODER: msgspec.json.Decoder[Node] = msgspec.json.Decoder(Node)
 
@@ -45,6 +47,7 @@ def decode_tree(data: bytes | memoryview, *, payload: bool = False) -> Node:
     """
     try:
         tree = _DECODER.decode(data)
+        refuse_duplicates(data, encode_tree(tree))
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ManifestError(f"the state's structure cannot be read: {error}") from error
     check_tree(tree, payload=payload)
@@ -63,7 +66,8 @@ def check_tree(tree: Node, *, payload: bool = False) -> None:
         raise ManifestError("the state's structure is nested too deeply for the stack that is left") from error
 
 
-def _check(node: Node, name: str | None, payload: bool, depth: int) -> None:
+def _check(node: Node, name: str | None, payload: bool, depth: int, of_ranks: bool = False) -> None:
+    """`of_ranks`: it belongs to some ranks only."""
     if isinstance(node, KeyedNode | SequenceNode | SetNode | FrozenSetNode | SliceNode | StatefulNode):
         depth += 1
     _require(depth <= MAX_DEPTH, name, f"more than {MAX_DEPTH} containers inside each other")
@@ -75,13 +79,16 @@ def _check(node: Node, name: str | None, payload: bool, depth: int) -> None:
     elif isinstance(node, DequeNode):
         _require(node.maxlen is None or len(node.v) <= node.maxlen, name, "a deque longer than its maxlen")
     elif isinstance(node, StatefulNode):
-        _check(node.v, name, payload, depth)
+        _check(node.v, name, payload, depth, of_ranks)
     elif isinstance(node, RawNode):
         _require(payload, name, "a tensor by value outside of a payload")
         _check_raw(node, name)
-    elif isinstance(node, TensorNode | PerRankNode | BlobNode | RanksNode):
+    elif isinstance(node, TensorNode):
+        _check_tensor(node, name, payload, of_ranks)
+    elif isinstance(node, PerRankNode | BlobNode | RanksNode):
         _require(not payload, name, "a reference inside of a payload")
         if isinstance(node, RanksNode):
+            _require(not of_ranks, name, "values of ranks inside each other")
             _check_ranks(node, name, depth)
     elif isinstance(node, SetNode | FrozenSetNode | SliceNode):
         for item in node.v:
@@ -89,9 +96,10 @@ def _check(node: Node, name: str | None, payload: bool, depth: int) -> None:
     for child_name, child in children(node, name):
         # Most leaves are themselves in JSON, and of those there may be very many.
         if type(child) is TensorNode:
-            _require(not payload, child_name, "a reference inside of a payload")
+            if payload or child.rank is not None:
+                _check_tensor(child, child_name, payload, of_ranks)
         elif isinstance(child, msgspec.Struct):
-            _check(child, child_name, payload, depth)
+            _check(child, child_name, payload, depth, of_ranks)
 
 
 def _check_keys(node: KeyedNode, name: str | None) -> None:
@@ -116,8 +124,12 @@ def _check_ranks(node: RanksNode, name: str | None, depth: int) -> None:
     _require(all(variant for variant, _ in node.v), name, "a value of no rank")
     _require(len(set(ranks)) == len(ranks) and min(ranks) >= 0, name, "ranks that are negative or given twice")
     for _, variant_node in node.v:
-        _require(not isinstance(variant_node, RanksNode), name, "values of ranks inside each other")
-        _check(variant_node, name, False, depth)
+        _check(variant_node, name, False, depth, True)
+
+
+def _check_tensor(node: TensorNode, name: str | None, payload: bool, of_ranks: bool) -> None:
+    _require(not payload, name, "a reference inside of a payload")
+    _require(of_ranks or node.rank is None, name, "a rank's variant of a tensor where all ranks have one")
 
 
 def _require(holds: bool, name: str | None, problem: str) -> None:

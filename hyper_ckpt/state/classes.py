@@ -15,13 +15,14 @@ from hyper_ckpt.errors import ManifestError, UnsupportedTypeError
 def find_class(module: str, qualname: str) -> type[Any] | None:
     """The class of that name in an imported module, None if there is none.
 
-    Looks into namespaces themselves: getattr would run a module's `__getattr__`, which may import.
+    Looks into namespaces themselves: getattr would run a module's `__getattr__`, and vars() runs a module that
+    importlib.util.LazyLoader made; both may import.
     """
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
         try:
-            found = vars(found).get(part)
-        except TypeError:
+            found = object.__getattribute__(found, "__dict__").get(part)
+        except AttributeError:
             return None
     return found if isinstance(found, type) else None
 

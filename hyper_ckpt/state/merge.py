@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
@@ -28,6 +29,7 @@ from hyper_ckpt.state.tree import (
     has_only_leaves,
     with_items,
 )
+from hyper_ckpt.state.variants import Groups, labelled, unlabelled
 
 Variant = tuple[Sequence[int], Node]
 """Ranks, and the node that each of them holds."""
@@ -41,12 +43,26 @@ class Conflict:
     ranks: tuple[tuple[int, ...], ...]
 
 
+Whose = int | Literal["own", "lowest"]
+"""Whose of the different values under one name: a rank's own, the lowest rank's, or a certain rank's."""
+
+
 @dataclass(frozen=True)
 class Selection:
-    """The tree of one rank; `borrowed` names what it never held and got from the lowest rank that did."""
+    """The tree of one rank.
+
+    Args:
+        borrowed: names of values that this rank never held and got from the lowest rank that did.
+        stored: of tensors that differ between ranks, the names that this rank's variants are stored under, by name.
+        ranks: of the same tensors, the ranks that hold this rank's variant.
+        undecided: names of tensors that differ between ranks, none of which is this rank's, with the ranks of each.
+    """
 
     tree: Node
     borrowed: tuple[str, ...]
+    stored: Mapping[str, str] = field(default_factory=dict)
+    ranks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    undecided: Mapping[str, Groups] = field(default_factory=dict)
 
 
 def merge(trees: Sequence[Variant]) -> tuple[Node, list[Conflict]]:
@@ -64,10 +80,16 @@ def merge(trees: Sequence[Variant]) -> tuple[Node, list[Conflict]]:
     return _merged(list(trees), None, conflicts), conflicts
 
 
-def select(tree: Node, rank: int) -> Selection:
-    """The tree as `rank` saved it, in any other world too: a rank that did not save gets the lowest rank's values."""
-    borrowed: list[str] = []
-    return Selection(_selected(tree, rank, None, borrowed), tuple(borrowed))
+def select(tree: Node, rank: int, *, whose: Whose = "own", saved_by_these: bool = True) -> Selection:
+    """The tree as `rank` saved it, in any other world too: a rank that did not save gets the lowest rank's values. Of
+    tensors that differ it gets its own only if `saved_by_these`: if the ranks are those that saved.
+
+    Args:
+        whose: which of the different values under one name.
+    """
+    chosen = _Choice(rank if isinstance(whose, str) else whose, whose, saved_by_these)
+    made = chosen.selected(tree, None)
+    return Selection(made, tuple(chosen.borrowed), chosen.stored, chosen.ranks, chosen.undecided)
 
 
 def _merged(variants: list[Variant], name: str | None, conflicts: list[Conflict]) -> Node:
@@ -158,19 +180,40 @@ def _with_holder(node: Node, rank: int) -> Node:
     return node
 
 
-def _selected(node: Node, rank: int, name: str | None, borrowed: list[str]) -> Node:
-    if isinstance(node, RanksNode):
-        for ranks, variant in node.v:
-            if rank in ranks:
-                return variant
-        borrowed.append("" if name is None else name)
-        return min(node.v, key=lambda each: min(each[0]))[1]
-    if isinstance(node, StatefulNode):
-        return StatefulNode(_selected(node.v, rank, name, borrowed))
-    if not isinstance(node, KeyedNode | SequenceNode) or has_only_leaves(node):
-        return node
-    items = [
-        _selected(item, rank, child_name, borrowed) if isinstance(item, msgspec.Struct) else item
-        for child_name, item in children(node, name)
-    ]
-    return with_items(node, items)
+class _Choice:
+    """Takes the tree of one rank out of that of all, and notes what it chose. The arguments are as in `select`."""
+
+    def __init__(self, rank: int, whose: Whose, saved_by_these: bool) -> None:
+        self._rank, self._whose, self._saved_by_these = rank, whose, saved_by_these
+        self.borrowed: list[str] = []
+        self.stored: dict[str, str] = {}
+        self.ranks: dict[str, tuple[int, ...]] = {}
+        self.undecided: dict[str, Groups] = {}
+
+    def selected(self, node: Node, name: str | None) -> Node:
+        if isinstance(node, RanksNode):
+            return self._chosen(node, name)
+        if isinstance(node, StatefulNode):
+            return StatefulNode(self.selected(node.v, name))
+        if not isinstance(node, KeyedNode | SequenceNode) or has_only_leaves(node):
+            return node
+        items = [
+            self.selected(item, child_name) if isinstance(item, msgspec.Struct) else item
+            for child_name, item in children(node, name)
+        ]
+        return with_items(node, items)
+
+    def _chosen(self, node: RanksNode, name: str | None) -> Node:
+        lowest = min(node.v, key=lambda each: min(each[0]))
+        own = lowest if self._whose == "lowest" else next((each for each in node.v if self._rank in each[0]), None)
+        ranks, variant = own or lowest
+        stored = labelled(variant, name)
+        if not stored:
+            if own is None:
+                self.borrowed.append("" if name is None else name)
+            return variant
+        if own is None or (self._whose == "own" and not self._saved_by_these):
+            self.undecided |= dict.fromkeys(stored, tuple(sorted(each for each, _ in node.v)))
+        self.stored |= stored
+        self.ranks |= dict.fromkeys(stored, ranks)
+        return unlabelled(variant)

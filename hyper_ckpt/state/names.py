@@ -8,6 +8,9 @@ is `model/layers.0.weight`. As in JSON Pointer (RFC 6901), "~" introduces what i
     "~f1.5" a float       "~c0.0,1.0" complex  "~x00ff"  bytes
     "~t(a~,~i1~,~)" the tuple ("a", 1)
 
+Where ranks hold different tensors under one name, each variant is stored as that name and "~r3", the lowest rank that
+holds it.
+
 Items of lists, tuples and deques are their plain number, fields of namedtuples their name. Two paths
 through one state never share a name, and a key is read back exactly, type included.
 """
@@ -55,6 +58,12 @@ def expand(keys: Sequence[str], names: Sequence[str]) -> list[str]:
 def is_below(name: str, tops: Collection[str]) -> bool:
     """Whether a name is one of `tops`, or lies below one of them."""
     return name in tops or (bool(tops) and any(name[:at] in tops for at, c in enumerate(name) if c == "/"))
+
+
+def variant_name(name: str, rank: int) -> str:
+    """The name that a variant of a tensor is stored under; `rank` is the lowest of those that hold it. No leaf has such
+    a name: "~r" escapes nothing."""
+    return f"{name}~r{rank}"
 
 
 def shown(name: str | None) -> str:

@@ -24,10 +24,12 @@ class Tagged(Struct, frozen=True, tag_field="!", forbid_unknown_fields=True):
     """Base of all nodes that are objects in JSON."""
 
 
-class TensorNode(Tagged, frozen=True, tag="tensor", omit_defaults=True):
-    """A tensor, stored under this place's name. `form` is only noted in the states of objects: see `Form`."""
+class TensorNode(Tagged, frozen=True, omit_defaults=True, tag="tensor"):
+    """A tensor, stored under this place's name; or, where ranks hold different ones, a variant of it: that of `rank`
+    and others, stored under `variant_name(name, rank)`. `form` is only noted in the states of objects: see `Form`."""
 
     form: Form | None = None
+    rank: Annotated[int, Meta(ge=0)] | None = None
 
 
 class PerRankNode(Tagged, frozen=True, tag="per_rank"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from hyper_ckpt.state.names import variant_name
 from hyper_ckpt.state.tree import (
     BlobNode,
     KeyedNode,
@@ -56,8 +57,9 @@ def all_names(tree: Node) -> list[str]:
 
 
 def tensor_names(tree: Node) -> list[str]:
-    """The names of all tensors, in the order of the state."""
-    return list(dict.fromkeys([name for name, node in _walk(tree) if isinstance(node, TensorNode)]))
+    """The names that all tensors are stored under, in the order of the state."""
+    found = [(name, node.rank) for name, node in _walk(tree) if isinstance(node, TensorNode)]
+    return list(dict.fromkeys([name if rank is None else variant_name(name, rank) for name, rank in found]))
 
 
 def tensors_below(node: Node, name: str) -> list[str]:

@@ -13,6 +13,7 @@ import numpy as np
 import xxhash
 
 from hyper_ckpt.box import IntArray, element_counts, intersect, pad, uncovered
+from hyper_ckpt.cells import GridCells
 from hyper_ckpt.columns import Columns, Located, Placed
 from hyper_ckpt.contracts.placement import FilePlan, StorageReader, StorageWriter
 from hyper_ckpt.contracts.store import ByteStore
@@ -273,18 +274,17 @@ class FileSystemReader(StorageReader):
     ) -> tuple[IntArray, ...]:
         d = len(stored.shape)
         offsets, sizes = wanted.offsets[rows, :d], wanted.sizes[rows, :d]
-        own = [c for c in stored.copies[1:] if len(c.file) and manifest.files[int(c.file[0])].rank == rank]
+        own = [c for c in stored.copies[1:] if len(c) and manifest.files[int(c.file[0])].rank == rank]
         for chunks in (*own, *stored.copies):
-            low, part, hit = intersect(offsets[:, None], sizes[:, None], chunks.offsets[None], chunks.sizes[None])
-            want, chunk = np.nonzero(hit)
-            found = np.bincount(want, element_counts(part[want, chunk]), len(rows))
-            once = (found == element_counts(sizes)).all() and not _overlap(
-                want, low[want, chunk] - offsets[want], part[want, chunk], sizes
-            )
-            if once:
-                pieces = (chunks.offsets[chunk], chunks.sizes[chunk], low[want, chunk], part[want, chunk])
-                padded = [pad(p, wanted.table.width, fill) for p, fill in zip(pieces, (0, 1, 0, 1), strict=True)]
-                return (rows[want], chunks.file[chunk], chunks.start[chunk], *padded)
+            want, chunk = chunks.cells.touching(offsets, sizes)
+            piece = chunks.cells.boxes(chunk)
+            low, part, _ = intersect(offsets[want], sizes[want], *piece)
+            found = np.bincount(want, element_counts(part), len(rows))
+            whole = (found == element_counts(sizes)).all()
+            if whole and (isinstance(chunks.cells, GridCells) or not _overlap(want, low - offsets[want], part, sizes)):
+                boxes = zip((*piece, low, part), (0, 1, 0, 1), strict=True)
+                padded = [pad(box, wanted.table.width, fill) for box, fill in boxes]
+                return (rows[want], chunks.file[chunk], chunks.starts_of(chunk), *padded)
         raise not_whole(manifest, stored.name)
 
 
@@ -338,10 +338,7 @@ def not_whole(manifest: Manifest, name: str) -> CoverageError:
 
 def is_whole(stored: StoredTensor) -> bool:
     """Whether the first copy of a tensor covers it exactly once."""
-    chunks, d = stored.copies[0], max(len(stored.shape), 1)
-    offsets, sizes = pad(chunks.offsets, d, 0), pad(chunks.sizes, d, 1)
-    shape = np.array([stored.shape or (1,)], np.int64)
-    return not len(uncovered(np.zeros(len(offsets), np.int64), offsets, sizes, shape))
+    return stored.copies[0].cells.is_whole(stored.shape)
 
 
 def _overlap(want: IntArray, offsets: IntArray, sizes: IntArray, wanted: IntArray) -> bool:

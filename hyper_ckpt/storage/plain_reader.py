@@ -8,12 +8,19 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from hyper_ckpt.contracts.store import ByteStore
-from hyper_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, HeaderError, MissingFileError
+from hyper_ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    HeaderError,
+    MissingFileError,
+    UnsupportedLayoutError,
+)
 from hyper_ckpt.manifest import MAX_DIMS, Manifest
 from hyper_ckpt.receipt import PLAIN_NAME, FileRecord
 from hyper_ckpt.storage.filesystem import FileSystemReader
 from hyper_ckpt.storage.plain_manifest import PlainTensor, plain_manifest
 from hyper_ckpt.storage.safetensors_file import Entry, header_digest, header_length, parse_header
+from hyper_ckpt.strict_json import refuse_duplicates
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 MAX_INDEX_BYTES = 64 << 20
@@ -54,6 +61,7 @@ class PlainSafetensorsReader(FileSystemReader):
             CheckpointNotFoundError: there is no such file.
             MissingFileError: one that the index or `files` names is not there.
             HeaderError: a header is damaged, or a dtype is unknown.
+        UnsupportedLayoutError: a file holds shards, as torch writes them, not whole tensors.
             CorruptCheckpointError: files and index do not fit each other, or two files hold one tensor.
         """
         names, chosen = self._choose(store)
@@ -108,8 +116,11 @@ def _read_index(store: ByteStore, name: str) -> dict[str, str]:
     if info is not None and info.size > MAX_INDEX_BYTES:
         raise CorruptCheckpointError(f"{store.url}/{name} has {info.size} bytes, more than any index")
     try:
-        return msgspec.json.decode(store.read(name), type=_Index).weight_map
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        data = store.read(name)
+        index = msgspec.json.decode(data, type=_Index)
+        refuse_duplicates(data, b"")
+        return index.weight_map
+    except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{store.url}/{name} is not an index of safetensors files: {error}") from error
 
 
@@ -126,6 +137,8 @@ def _open(store: ByteStore, name: str) -> tuple[FileRecord, list[Entry]]:
         entries = parse_header(bytes(header), info.size)
     except HeaderError as error:
         raise HeaderError(f"{store.url}/{name}: {error}. Fetch the file again") from error
+    except UnsupportedLayoutError as error:
+        raise UnsupportedLayoutError(f"{store.url}/{name}: {error}") from error
     return FileRecord(name, info.size, len(header), header_digest(bytes(header)), 0), entries
 
 

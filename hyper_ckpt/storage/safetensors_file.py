@@ -19,7 +19,7 @@ import msgspec
 import xxhash
 
 from hyper_ckpt.dtypes import BY_NAME, TABLE, DType
-from hyper_ckpt.errors import HeaderError, PlanError
+from hyper_ckpt.errors import HeaderError, PlanError, UnsupportedLayoutError
 from hyper_ckpt.receipt import BLOCK_BYTES
 
 # Readers of safetensors refuse a longer one. The 8 bytes before it don't count.
@@ -35,6 +35,8 @@ _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
 _NOTES = "hyper_ckpt"
 _FORMAT = "format"
+# Here torch.distributed.checkpoint notes the offsets of its shards, but not the shapes of their tensors.
+_TORCH_SHARDS = "DCP_SHARDING_INFO"
 # A key of __metadata__ must not equal a tensor's name: others note there which tensors are tied.
 _RESERVED = frozenset({_METADATA, _NOTES, _FORMAT})
 _LOOKS_ESCAPED = re.compile(r"@[0-9]+\Z")
@@ -173,12 +175,19 @@ def parse_header(data: bytes, file_size: int) -> list[Entry]:
 
     Raises:
         HeaderError: the header is damaged, doesn't fit the file, or uses dtypes that are not in our table.
+        UnsupportedLayoutError: its entries are shards of tensors, in a form other than ours.
     """
     begin = header_length(data, file_size)
     if len(data) < begin:
         raise HeaderError(f"the header has {begin:,} bytes, but only {len(data):,} of them were read")
     members = _json_object(data[_LENGTH_BYTES:begin])
     metadata = _typed(members.pop(_METADATA, {}), dict[str, str])
+    if _TORCH_SHARDS in metadata:
+        raise UnsupportedLayoutError(
+            f"the file holds shards of tensors, as torch's HuggingFaceStorageWriter writes them ({_TORCH_SHARDS}), not "
+            "whole tensors: join the files with consolidate_safetensors_files of torch.distributed.checkpoint, and "
+            "read what that writes"
+        )
     stored = _typed(members, dict[str, _Stored])
     notes = _typed(_json_object(metadata.get(_NOTES, "{}")), dict[str, _Note])
     if not notes.keys() <= stored.keys():

@@ -84,11 +84,12 @@ def test_json_is_complete(run: Run, checkpoint: Path) -> None:
     metadata = hyper_ckpt.read_metadata(checkpoint)
     assert list(facts) == [
         "checkpoint", "save_id", "format_version", "world_size", "absent_ranks", "created", "nbytes", "elements",
-        "tensor_bytes", "user_metadata", "files", "values", "tensors",
+        "tensor_bytes", "user_metadata", "files", "conflicts", "values", "tensors",
     ]  # fmt: skip
     assert (facts["save_id"], facts["world_size"]) == (metadata.save_id, 4)
     assert {f["name"]: f["nbytes"] for f in facts["files"]} == metadata.files
     assert facts["user_metadata"]["value"] == {"run": "a"}
+    assert facts["conflicts"] == {}
     for tensor in facts["tensors"]:
         stored = [
             {"copy": at.copy, "offsets": list(i.offset or ()), "file": at.relative_path, "offset": at.offset,
@@ -256,3 +257,24 @@ def test_urls(run: Run) -> None:
         assert lines_of(run("verify", "memory://cli/run/step-7"))[-1].startswith("ok: memory://cli/run/step-7")
     finally:
         MemoryStore.drop_bucket("cli")
+
+
+def test_tensors_that_differ_between_ranks(run: Run, tmp_path: Path) -> None:
+    def job(platform: Any) -> None:
+        rank = platform.ranks.rank
+        state = {"model": {"expert": np.full((2, 2), rank // 2), "w": np.ones(3)}}
+        hyper_ckpt.save(state, tmp_path / "c", platform=platform)
+
+    with pytest.warns(UserWarning, match="expert"):
+        run_world(4, job)
+    lines = lines_of(run("show", tmp_path / "c"))
+    (line,) = [line for line in lines if line.startswith("conflicts")]
+    assert line.endswith("1 tensor differed between ranks, each rank's is kept: model/expert of ranks 0-1 / 2-3")
+    assert row(lines, "model/expert~r2") == ["model/expert~r2", "int64", "(2,2)", "whole", "32 B"]
+    assert "model/expert = <tensor ~r0> on ranks 0-1; <tensor ~r2> on ranks 2-3" in lines
+    names = [line for line in lines_of(run("show", tmp_path / "c", "--tensor", "model/expert")) if line[:5] == "model"]
+    assert names == ["model/expert~r0", "model/expert~r2"]
+    facts = json.loads(run("show", tmp_path / "c", "--json").stdout)
+    assert facts["conflicts"] == {
+        "model/expert": [{"ranks": [0, 1], "tensor": "model/expert~r0"}, {"ranks": [2, 3], "tensor": "model/expert~r2"}]
+    }

@@ -50,3 +50,21 @@ def test_entry_modules_of_plugins_load_no_framework() -> None:
     for entry in entries:
         code = f"import importlib; importlib.import_module({entry.module!r})"
         assert not tops(loaded_by(code)) & FRAMEWORKS, entry
+
+
+def test_a_class_that_a_checkpoint_names_runs_no_lazy_module() -> None:
+    """importlib.util.LazyLoader runs a module when any attribute of it is asked for, its namespace too."""
+    code = """
+import importlib.util, sys
+from hyper_ckpt.state.classes import find_class
+spec = importlib.util.find_spec("wave")
+spec.loader = loader = importlib.util.LazyLoader(spec.loader)
+module = importlib.util.module_from_spec(spec)
+sys.modules["lazy"] = module
+loader.exec_module(module)
+before = set(sys.modules)
+assert find_class("lazy", "Wave_read") is None and find_class("lazy", "__class__.x") is None
+assert set(sys.modules) == before, set(sys.modules) - before
+assert find_class("collections", "OrderedDict") is sys.modules["collections"].OrderedDict
+"""
+    loaded_by(code)

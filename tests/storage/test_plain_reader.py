@@ -25,6 +25,7 @@ from hyper_ckpt.errors import (
     MissingFileError,
     MissingKeyError,
     UnsupportedDtypeError,
+    UnsupportedLayoutError,
 )
 from hyper_ckpt.layout import Mesh, MeshLayout, Replicated, Shard
 from hyper_ckpt.receipt import FileRecord
@@ -213,6 +214,23 @@ def test_a_tensor_in_two_files(tmp_path: Path) -> None:
     assert same(load(tmp_path, PlainSafetensorsReader(files=files)))
     with pytest.raises(MissingFileError, match="other"):
         load(tmp_path, PlainSafetensorsReader(files=["other.safetensors"]))
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_shards_as_torch_writes_them(tmp_path: Path, index: bool) -> None:
+    """torch notes only the offsets of a shard: its file looks as if the shard were the whole tensor."""
+    two_files(tmp_path, index=index)
+    name, note = "layers.0.proj.bias", json.dumps({"layers.0.proj.bias": {"saved_offsets": [48]}})
+    shard = {n: w[48:] if n == name else w for n, w in WEIGHTS.items() if n not in FIRST}
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": note}
+    safetensors.numpy.save_file(shard, tmp_path / "model-00002-of-00002.safetensors", metadata)
+    for read in (
+        lambda: load(tmp_path),
+        lambda: hyper_ckpt.read(tmp_path, storage_reader=PlainSafetensorsReader(), verify="off"),
+        lambda: hyper_ckpt.read_metadata(tmp_path, storage_reader=PlainSafetensorsReader()),
+    ):
+        with pytest.raises(UnsupportedLayoutError, match=r"model-00002-of-00002.safetensors.*DCP_SHARDING_INFO"):
+            read()
 
 
 def test_an_index_that_names_a_missing_file(tmp_path: Path) -> None:

@@ -9,6 +9,9 @@ import torch
 
 from hyper_ckpt.contracts.codec import Codec
 
+# All that this release has. Never getattr(torch, name): for names like "_dynamo" or "onnx" torch imports a module.
+_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
 
 def _encode_size(value: torch.Size) -> bytes:
     return json.dumps([int(length) for length in value]).encode()
@@ -26,8 +29,8 @@ def _encode_dtype(value: torch.dtype) -> bytes:
 
 
 def _decode_dtype(data: bytes) -> torch.dtype:
-    found = getattr(torch, data.decode("ascii"), None)
-    if not isinstance(found, torch.dtype):
+    found = _DTYPES.get(data.decode("ascii"))
+    if found is None:
         raise ValueError(f"torch {torch.__version__} has no dtype {data[:80]!r}")
     return found
 

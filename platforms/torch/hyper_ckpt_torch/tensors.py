@@ -28,7 +28,8 @@ from hyper_ckpt_torch.devices import current_device
 from hyper_ckpt_torch.layouts import Layouts, as_dtensor, local_tensor
 
 # Older releases of torch lack the youngest dtypes.
-NAMES = {getattr(torch, name): name for name in BY_NAME if hasattr(torch, name)}
+_DTYPES: dict[str, torch.dtype] = {name: vars(torch)[name] for name in BY_NAME if name in vars(torch)}
+NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _CARRIERS = {dtype: BY_NAME[name].carrier for dtype, name in NAMES.items()}
 _REMEDIES = {
     "complex32": "save torch.view_as_real(tensor)",
@@ -169,8 +170,8 @@ def torch_dtype(name: str) -> torch.dtype:
         UnsupportedDtypeError: there is none, or this release of torch lacks it.
     """
     dtype_of(name)
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    found = _DTYPES.get(name)
+    if found is None:
         raise UnsupportedDtypeError(f"torch {torch.__version__} has no dtype {name}: use a newer torch, or numpy")
     return found
 

@@ -1,11 +1,15 @@
 """The entry module imports no torch, and torch's own types have codecs."""
 
+import base64
+import json
 import subprocess
 import sys
 
 import pytest
 import torch
 
+import hyper_ckpt
+from hyper_ckpt.receipt import ZERO_DIGEST, seal
 from hyper_ckpt_torch import plugin
 from hyper_ckpt_torch.codecs import CODECS
 
@@ -37,6 +41,48 @@ def test_codecs_round_trip(value):
     again = codec.decode(codec.encode(value))
     assert type(again) is type(value)
     assert again == value
+
+
+IMPORTS_NOTHING = """
+import sys
+import torch
+import hyper_ckpt
+from hyper_ckpt_torch.codecs import CODECS
+from hyper_ckpt_torch.tensors import torch_dtype
+
+(codec,) = [c for c in CODECS if c.type is torch.dtype]
+before = set(sys.modules)
+for name in ("_dynamo", "_inductor", "onnx", "has_cuda", "has_mps", "load", "dtype", "float", "Tensor", "nothing", ""):
+    for decode, refusal in ((lambda: codec.decode(name.encode()), ValueError),
+                            (lambda: torch_dtype(name), hyper_ckpt.errors.UnsupportedDtypeError)):
+        try:
+            print(name, "gave", decode())
+        except refusal:
+            pass
+print(*set(sys.modules) - before)
+"""
+
+
+def test_the_name_of_a_dtype_imports_nothing():
+    """torch imports some modules when they are asked for by name, and a checkpoint may name anything."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", IMPORTS_NOTHING], capture_output=True, text=True, timeout=50, check=True
+    )
+    assert done.stdout.strip() == ""
+
+
+def test_a_manifest_that_names_another_attribute_of_torch_is_refused(tmp_path):
+    hyper_ckpt.save({"dtype": torch.float32}, tmp_path / "c", platform="torch", no_dist=True)
+    path = tmp_path / "c" / "manifest.json"
+    manifest = json.loads(path.read_bytes())
+    (node,) = manifest["state"]["v"]
+    node["v"] = base64.b64encode(b"load").decode()
+    manifest["digest"] = ZERO_DIGEST
+    path.write_bytes(seal(json.dumps(manifest, separators=(",", ":")).encode())[0])
+    with pytest.raises(hyper_ckpt.errors.ManifestError, match="no dtype"):
+        hyper_ckpt.read(tmp_path / "c", platform="torch")
+    with pytest.raises(hyper_ckpt.errors.ManifestError, match="no dtype"):
+        hyper_ckpt.load({"dtype": torch.float16}, tmp_path / "c", platform="torch", no_dist=True)
 
 
 def test_a_generator_goes_on_where_it_was():

@@ -235,26 +235,86 @@ def test_meta_device_targets(gloo: Gloo, tmp_path: Path) -> None:
         assert got == {name: expected[name] for name in got}
 
 
-def save_diverged(rank: int, world_size: int, path: str) -> list[str]:
+def diverged(rank: int, world_size: int) -> State:
     """A replicated DTensor whose replicas drifted apart, and a plain tensor that did."""
     mesh = init_device_mesh("cpu", (world_size,))
     local = torch.arange(400_000.0) + rank
-    state = {"d": DTensor.from_local(local, mesh, [TReplicate()]), "p": torch.full((5,), float(rank))}
-    if rank != 0:
-        hyper_ckpt.save(state, path)
-        return []
-    with pytest.warns(UserWarning, match="'d', 'p'") as caught:
-        hyper_ckpt.save(state, path)
-    return [str(w.message) for w in caught]
+    return {"d": DTensor.from_local(local, mesh, [TReplicate()]), "p": torch.full((5,), float(rank))}
+
+
+def save_diverged(rank: int, world_size: int, path: str) -> list[str]:
+    out = []
+    for conflicts in ("warn", "keep"):
+        options = hyper_ckpt.SaveOptions(conflicts=conflicts)
+        with pytest.warns(UserWarning, match="'d', 'p'") as caught:
+            hyper_ckpt.save(diverged(rank, world_size), f"{path}-{conflicts}", options=options)
+        out += [str(w.message) for w in caught]
+    target, expected = diverged(9, world_size), diverged(rank, world_size)
+    hyper_ckpt.load(target, f"{path}-keep")
+    assert torch.equal(target["d"].to_local(), expected["d"].to_local())
+    assert torch.equal(target["p"], expected["p"])
+    return out
 
 
 def test_replicas_that_differ_are_never_mixed(gloo: Gloo, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
-    (message, *_) = gloo(save_diverged, str(path), world_size=4)[0]
-    assert "keeps the lowest rank's" in message
-    saved = hyper_ckpt.read(path)
-    assert np.array_equal(saved["d"], np.arange(400_000.0))
-    assert saved["p"].tolist() == [0.0] * 5
+    for first, second in gloo(save_diverged, str(path), world_size=4):
+        assert "has only the lowest rank's" in first
+        assert "keeps each rank's" in second
+        assert "PerRank" in second
+    for saved, rank in (
+        (hyper_ckpt.read(f"{path}-warn"), 0),
+        (hyper_ckpt.read(f"{path}-keep", options=hyper_ckpt.LoadOptions(conflicts=2)), 2),
+    ):
+        assert np.array_equal(saved["d"], np.arange(400_000.0) + rank)
+        assert saved["p"].tolist() == [rank] * 5
+
+
+def batch_norm_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+
+
+def trained_with_ddp(rank: int, steps: int) -> nn.parallel.DistributedDataParallel:
+    net = nn.parallel.DistributedDataParallel(batch_norm_net())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(steps):
+        torch.manual_seed(100 * rank + step)
+        net(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net
+
+
+def batch_norm_of_ddp(rank: int, world_size: int, path: str) -> None:
+    first = trained_with_ddp(rank, 3)
+    names = ["model/module.1.running_mean", "model/module.1.running_var"]
+    with pytest.warns(UserWarning, match="BatchNorm"):
+        hyper_ckpt.save({"model": first.state_dict()}, path)
+    second = trained_with_ddp(rank, 0)
+    report = hyper_ckpt.load({"model": second.state_dict()}, path, strict="exact")
+    assert report.conflicts == dict.fromkeys(names, (rank,))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+    )
+
+
+def load_batch_norm_elsewhere(rank: int, world_size: int, path: str) -> dict[str, Any]:
+    second = trained_with_ddp(rank, 0)
+    with pytest.raises(hyper_ckpt.errors.ConflictError, match=r"running_mean.*3 ranks saved it, but 2 load it"):
+        hyper_ckpt.load({"model": second.state_dict()}, path)
+    hyper_ckpt.load({"model": second.state_dict()}, path, options=hyper_ckpt.LoadOptions(conflicts=1))
+    return {name: tensor.numpy() for name, tensor in second.state_dict().items()}
+
+
+def test_statistics_of_batch_norm_under_ddp(gloo: Gloo, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    gloo(batch_norm_of_ddp, str(path), world_size=3)
+    expected = hyper_ckpt.read(path, options=hyper_ckpt.LoadOptions(conflicts=1))["model"]
+    other = hyper_ckpt.read(path, options=hyper_ckpt.LoadOptions(conflicts=0))["model"]
+    assert not np.array_equal(expected["module.1.running_mean"], other["module.1.running_mean"])
+    for found in gloo(load_batch_norm_elsewhere, str(path), world_size=2):
+        assert all(np.array_equal(found[name], expected[name]) for name in expected)
 
 
 def save_fails_on_rank_2(rank: int, world_size: int, path: str) -> str:
