@@ -14,6 +14,7 @@ from hyper_ckpt.receipt import PLAIN_NAME, FileRecord
 from hyper_ckpt.storage.filesystem import FileSystemReader
 from hyper_ckpt.storage.plain_manifest import PlainTensor, plain_manifest
 from hyper_ckpt.storage.safetensors_file import Entry, header_digest, header_length, parse_header
+from hyper_ckpt.storage.whole import read_whole
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 MAX_INDEX_BYTES = 64 << 20
@@ -104,11 +105,9 @@ class _Index(msgspec.Struct):
 
 
 def _read_index(store: ByteStore, name: str) -> dict[str, str]:
-    info = store.stat(name)
-    if info is not None and info.size > MAX_INDEX_BYTES:
-        raise CorruptCheckpointError(f"{store.url}/{name} has {info.size} bytes, more than any index")
+    data = read_whole(store, name, MAX_INDEX_BYTES)
     try:
-        return msgspec.json.decode(store.read(name), type=_Index).weight_map
+        return msgspec.json.decode(data, type=_Index).weight_map
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{store.url}/{name} is not an index of safetensors files: {error}") from error
 
