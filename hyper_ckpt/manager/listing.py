@@ -134,17 +134,27 @@ def is_link(store: ByteStore, folder: str) -> bool:
 
 
 def _local_names(path: str) -> set[str]:
-    """What lies in a directory and in its receipts/. One that cannot be listed may have a manifest: to read it says."""
+    """Files in a directory and in its receipts/. One that cannot be listed may have a manifest: to read it says."""
     try:
-        names = os.listdir(path)
+        names = _file_names(path)
     except (FileNotFoundError, NotADirectoryError):
         return set()
     except OSError:
         return {MANIFEST_NAME}
     receipts: list[str] = []
     with contextlib.suppress(OSError):
-        receipts = os.listdir(os.path.join(path, "receipts"))
+        receipts = _file_names(os.path.join(path, "receipts"))
     return {*names, *(f"receipts/{name}" for name in receipts)}
+
+
+def _file_names(path: str) -> list[str]:
+    """Files and links. What should be one of the first two and is neither is to be seen as well."""
+    with os.scandir(path) as found:
+        return [
+            each.name
+            for each in found
+            if each.name in (MANIFEST_NAME, NOTE_NAME) or each.is_file(follow_symlinks=False) or each.is_symlink()
+        ]
 
 
 def entry_of(store: ByteStore, folder: str, names: set[str]) -> Entry | None:

@@ -380,7 +380,7 @@ class CheckpointManager:
         if problems:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             warnings.warn(
-                f"what is superseded could not be removed, and takes room: {problems[0]}{more}. Tried again after the "
+                f"what is superseded could not be removed, and takes room: {problems[0].rstrip('.')}{more}. Tried again after the "
                 "next save",
                 stacklevel=4,
             )
