@@ -380,8 +380,8 @@ class CheckpointManager:
         if problems:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             warnings.warn(
-                f"what is superseded could not be removed, and takes room: {problems[0].rstrip('.')}{more}. Tried again after the "
-                "next save",
+                f"what is superseded could not be removed, and takes room: {problems[0].rstrip('.')}{more}. "
+                "Tried again after the next save",
                 stacklevel=4,
             )
         if self._keeper.unmeasured():

@@ -1,4 +1,4 @@
-"""Names below a directory, for what creates and removes: a link on the way is refused, not followed. Raises `OSError`.
+"""Names below a directory, to write and remove: a link on the way is refused, not followed. Raises `OSError`.
 
 A link in a checkpoint or a run may lead to files of others. To read them through it does no harm.
 """
@@ -14,22 +14,24 @@ from collections.abc import Iterator
 from hyper_ckpt.storage.syscalls import ThroughLinkError
 
 _DIRECTORY = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC  # O_PATH: to pass is enough
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
-def create(root: str, name: str) -> int:
-    """Opens a new file to be written.
+def refuse_links(root: str, name: str) -> None:
+    """Looks at the directories between `root` and a name, as they are now.
 
     Raises:
-        ThroughLinkError: a directory between the two is a link.
-        FileNotFoundError: a directory is missing.
+        ThroughLinkError: one is a link.
     """
-    with _opened_parents(root, name) as folders:
-        return os.open(name.rpartition("/")[2], _NEW, 0o666, dir_fd=folders[-1])
+    path = root
+    for part in name.split("/")[:-1]:
+        path = os.path.join(path, part)
+        if os.path.islink(path):
+            raise ThroughLinkError(path)
 
 
 def remove(root: str, name: str) -> bool:
-    """Removes a file, or a link that has its name, and the directories between it and `root` that are empty then.
+    """Removes a file, or a link that has its name, and the directories between it and `root` that are empty then. A
+    directory that becomes a link at any moment is not followed.
 
     Returns:
         Whether there was one.

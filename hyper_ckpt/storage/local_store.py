@@ -158,12 +158,14 @@ class LocalStore(ByteStore):
 
     def _open_new(self, name: str) -> int:
         """Opens a new file, in directories made on the way, and notes what is to be synced."""
-        folder = os.path.dirname(self._path(name))
+        path = self._path(name)
+        folder = os.path.dirname(path)
+        below.refuse_links(self.url, name)
         attempts = _ATTEMPTS
         while True:
             self._make_directories(folder)
             try:
-                fd = below.create(self.url, name)
+                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             except FileNotFoundError:
                 attempts -= 1
                 if not attempts:
