@@ -31,6 +31,7 @@
     +-- RankTimeoutError             ranks that did not arrive in time, named
     +-- SaveInFlightError            an asynchronous save is not over in the time given
     +-- StoreError                   the byte store failed (disk full, permission), names the file
+    |   +-- UnreadableFileError      what is there cannot be read: no permission, an I/O error, no regular file
     +-- PlatformError                the platform cannot be chosen or loaded
         +-- NoPlatformError
         +-- MixedFrameworksError
@@ -189,6 +190,10 @@ class SaveInFlightError(CheckpointError):
 
 class StoreError(CheckpointError):
     """The byte store failed; the message names the file."""
+
+
+class UnreadableFileError(StoreError):
+    """Something has this name and cannot be read: no permission, an I/O error, or it is no regular file."""
 
 
 class PlatformError(CheckpointError):

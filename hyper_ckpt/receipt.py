@@ -9,14 +9,17 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hyper_ckpt.errors import ManifestError
+from hyper_ckpt.errors import ManifestError, UnsupportedStateError
 from hyper_ckpt.strict_json import refuse_duplicates
 
 BLOCK_BYTES = 524_288
 """Digested blocks count from a piece's start; the last may be shorter."""
 
-MAX_RECEIPT_BYTES = 4 << 30
-"""A receipt is read whole. It takes some 35 bytes a block of 512 KiB, and 50 a piece."""
+MAX_RECORD_BYTES = 1 << 30
+"""A manifest or receipt is read whole. A receipt takes some 35 bytes a block of 512 KiB, and 50 a piece; the manifest
+of 16,384 ranks has some 130 MB."""
+
+RECORD_HEAD = b'{"format":"hyper-ckpt'
 
 ZERO_DIGEST = "0" * 32
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
@@ -98,7 +101,16 @@ def receipt_name(rank: int, save_id: str) -> str:
 
 
 def seal(data: bytes) -> tuple[bytes, str]:
-    """Fills in the digest of a JSON record that begins with format, version and a zeroed digest."""
+    """Fills in the digest of a JSON record that begins with format, version and a zeroed digest.
+
+    Raises:
+        UnsupportedStateError: no reader takes so large a record.
+    """
+    if len(data) > MAX_RECORD_BYTES:
+        raise UnsupportedStateError(
+            f"the list of what is saved takes {len(data):,} bytes, and readers take {MAX_RECORD_BYTES:,}: save the "
+            "state in several checkpoints, or with fewer pieces (shards in a regular grid are listed shortly)"
+        )
     digest = xxhash.xxh3_128_hexdigest(data)
     at = data.index(ZERO_DIGEST.encode())
     return data[:at] + digest.encode() + data[at + 32 :], digest

@@ -44,8 +44,9 @@ def list_command(root: str, as_json: bool) -> None:
     """List the checkpoints in ROOT and one level below, the newest last.
 
     Numbered ones (step-9, step-10) stand in the order of their numbers. STATE is complete, incomplete (the
-    save did not finish, or still runs), damaged, or newer (than this release). Data is not read: see verify. NOTES are
-    what a CheckpointManager keeps with them: pinned, and metrics.
+    save did not finish, or still runs), damaged, unreadable (no permission, an I/O error, or no regular file), or newer
+    (than this release). Data is not read: see verify. NOTES are what a CheckpointManager keeps with them: pinned, and
+    metrics.
     """
     from hyper_ckpt.manager.listing import checkpoints
     from hyper_ckpt.registry import registry

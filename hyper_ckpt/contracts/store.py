@@ -75,7 +75,8 @@ class ByteStore(ABC):
     Every method but `list` refuses what is no such name with `StoreError`: empty, absolute, with parts that are empty,
     `.` or `..`, with a NUL, or that UTF-8 cannot encode. `hyper_ckpt.storage.names.check_name` does that.
 
-    Every failure is a `StoreError` that names the object, or `MissingFileError` where it is absent.
+    Every failure is a `StoreError` that names the object, or `MissingFileError` where it is absent. Where this object
+    cannot be read, but others may be, it is `UnreadableFileError`: a run then goes on with an older checkpoint.
     Instances can be pickled or rebuilt from `url`; no I/O happens in a constructor. Every method may be called from
     any thread, several at once.
 
@@ -123,7 +124,11 @@ class ByteStore(ABC):
 
     @abstractmethod
     def stat(self, name: str) -> ObjectInfo | None:
-        """Facts about an object, None if there is none."""
+        """Facts about an object, None if there is none.
+
+        Raises:
+            UnreadableFileError: what has this name is no object, such as a FIFO among files.
+        """
 
     @abstractmethod
     def publish(self, name: str, data: bytes, expect: Expect | str, *, sync: bool) -> str:

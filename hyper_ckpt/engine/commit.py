@@ -25,6 +25,7 @@ from hyper_ckpt.manifest import MANIFEST_NAME, Manifest
 from hyper_ckpt.receipt import receipt_name
 from hyper_ckpt.storage.alone import find_alone
 from hyper_ckpt.storage.names import is_temporary
+from hyper_ckpt.storage.whole import read_record
 
 _OWN_FILE = re.compile(
     r"(?:receipts/)?rank-\d{5,}-([0-9a-f]{16})(?:-[A-Za-z0-9._-]+)?\.(?:safetensors|json)(?:\.tmp-[0-9a-f]+)?"
@@ -48,6 +49,7 @@ def look(store: ByteStore, overwrite: bool) -> Previous:
 
     Raises:
         CheckpointExistsError: a checkpoint, and `overwrite` is False.
+        UnreadableFileError: what has a manifest's or receipt's name is no file, or cannot be read.
     """
     info = store.stat(MANIFEST_NAME)
     alone, problem = _alone(store) if info is None else (None, "")
@@ -64,7 +66,7 @@ def look(store: ByteStore, overwrite: bool) -> Previous:
         assert alone is not None
         return Previous(None, listed_files(alone), alone.save_id)
     try:
-        manifest = Manifest(store.read(MANIFEST_NAME))
+        manifest = Manifest(read_record(store, MANIFEST_NAME))
     except CorruptCheckpointError:
         # What a damaged manifest lists cannot be told; its files stay as leftovers.
         return Previous(info.etag, (), None)
@@ -232,7 +234,7 @@ def _is_needed(store: ByteStore, names: list[str], previous: Previous) -> bool:
     if not receipts:
         return False
     try:
-        receipt = msgspec.json.decode(store.read(receipts[0]), type=_Alone)
+        receipt = msgspec.json.decode(read_record(store, receipts[0]), type=_Alone)
     except msgspec.MsgspecError:
         return False
     unreadable = previous.etag is not None and previous.save_id is None

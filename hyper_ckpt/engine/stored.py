@@ -15,7 +15,6 @@ from hyper_ckpt.engine.plain_stager import PlainStager
 from hyper_ckpt.errors import CheckpointError, FileSizeError, HeaderError, ManifestError, MissingFileError
 from hyper_ckpt.manifest import Manifest
 from hyper_ckpt.receipt import (
-    MAX_RECEIPT_BYTES,
     RECEIPT_FORMAT,
     FileRecord,
     Receipt,
@@ -24,6 +23,7 @@ from hyper_ckpt.receipt import (
     receipt_name,
 )
 from hyper_ckpt.storage.safetensors_file import MAX_HEADER_BYTES, header_digest
+from hyper_ckpt.storage.whole import read_record
 
 Place = tuple[str, int, int]
 """Where a piece lies: file, bytes from its data section, bytes."""
@@ -152,10 +152,7 @@ def read_receipt(store: ByteStore, manifest: Manifest, rank: int, listed: Mappin
     """
     name = receipt_name(rank, manifest.save_id)
     what = f"{store.url}/{name}"
-    info = store.stat(name)
-    if info is not None and info.size > MAX_RECEIPT_BYTES:
-        raise ManifestError(f"{what} has {info.size} bytes, more than any receipt: load an earlier checkpoint")
-    receipt = decode_receipt(store.read(name), manifest.receipts[rank], what)
+    receipt = decode_receipt(read_record(store, name), manifest.receipts[rank], what)
     kind = (receipt.format, receipt.version, receipt.save_id, receipt.rank, receipt.world_size)
     fits = kind == (RECEIPT_FORMAT, manifest.version, manifest.save_id, rank, manifest.world_size)
     room = [file.size - file.data_start for file in receipt.files]

@@ -14,11 +14,12 @@ from hyper_ckpt.engine.visible import Expected, require_visible
 from hyper_ckpt.engine.workers import Task, default_threads, run_all
 from hyper_ckpt.errors import CheckpointError, CheckpointExistsError, DigestError, ManifestError
 from hyper_ckpt.manager.listing import entry_at, is_part
-from hyper_ckpt.manager.note import NOTE_NAME
+from hyper_ckpt.manager.note import MAX_NOTE_BYTES, NOTE_NAME
 from hyper_ckpt.manifest import MANIFEST_NAME, Manifest
 from hyper_ckpt.receipt import BLOCK_BYTES, FileRecord, Receipt, decode_receipt, receipt_name
 from hyper_ckpt.registry import registry
 from hyper_ckpt.storage.filesystem import FileSystemReader
+from hyper_ckpt.storage.whole import read_record, read_whole
 
 Progress = Callable[[int, int], None]
 
@@ -152,11 +153,11 @@ class _Copying:
         """The receipts, whose digests the manifest has, and the note of a run."""
         for rank, digest in enumerate(self._manifest.receipts):
             name = receipt_name(rank, self._manifest.save_id)
-            data = self._read.read(name)
+            data = read_record(self._read, name)
             decode_receipt(data, digest, f"{self._read.url}/{name}")  # it is the one that was read first
             self._publish(name, data)
         if self._read.stat(NOTE_NAME) is not None:
-            self._publish(NOTE_NAME, self._read.read(NOTE_NAME))
+            self._publish(NOTE_NAME, read_whole(self._read, NOTE_NAME, MAX_NOTE_BYTES))
 
     def _publish(self, name: str, data: bytes) -> None:
         self._made[name] = len(data)

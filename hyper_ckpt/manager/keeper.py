@@ -38,6 +38,7 @@ class Keeper:
         folder = self._run.folder(step)
         with self._lock:
             self._run.check()
+            self._run.refuse_link(folder)
             old = self._run.note(folder)
             if old is not None or note != Note():
                 pinned = note.pinned or (old is not None and old.pinned)
@@ -80,8 +81,7 @@ class Keeper:
                 if not self._retention.keeps_all:
                     superseded, self._unmeasured = self._run.superseded(self._retention, busy)
                 for folder in superseded:
-                    with contextlib.suppress(CheckpointNotFoundError):  # another manager was quicker
-                        self._run.remove(folder)
+                    self._remove(folder)
                 if self._leftover_age is not None:
                     age, self._leftover_age = self._leftover_age, None
                     self._problems += clean(self._run.store, age, skip={self._run.folder(s) for s in busy})[1]
@@ -89,6 +89,15 @@ class Keeper:
                 self._problems.append(str(error))
             except Exception as error:  # the checkpoint is complete: no bug in here may end a training
                 self._problems.append(f"{type(error).__name__}: {error}")
+
+    def _remove(self, folder: str) -> None:
+        """One that cannot be removed does not keep the others."""
+        try:
+            self._run.remove(folder)
+        except CheckpointNotFoundError:  # another manager was quicker
+            pass
+        except CheckpointError as error:
+            self._problems.append(str(error))
 
     def unmeasured(self) -> bool:
         """Whether superseded ones stay since no checkpoint has the metric to choose by. Says so once."""

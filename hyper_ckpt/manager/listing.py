@@ -10,13 +10,20 @@ from dataclasses import dataclass, field, replace
 
 from hyper_ckpt.contracts.store import ByteStore
 from hyper_ckpt.engine.commit import listed_files
-from hyper_ckpt.errors import CheckpointError, CheckpointNotFoundError, VersionError
+from hyper_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    MissingFileError,
+    UnreadableFileError,
+    VersionError,
+)
 from hyper_ckpt.manager.note import NOTE_NAME, Note, read_note
-from hyper_ckpt.manifest import FORMAT, MANIFEST_NAME, Manifest
+from hyper_ckpt.manifest import MANIFEST_NAME, Manifest
 from hyper_ckpt.storage.alone import find_alone
 from hyper_ckpt.storage.local_store import LocalStore
 from hyper_ckpt.storage.names import is_temporary
 from hyper_ckpt.storage.syscalls import store_error
+from hyper_ckpt.storage.whole import begins_like_record, read_record
 
 _PART = re.compile(r"rank-\d{5,}-[0-9a-f]{16}(-[A-Za-z0-9._-]+)?\.safetensors|receipts/rank-\d{5,}-[0-9a-f]{16}\.json")
 
@@ -31,7 +38,8 @@ class Entry:
 
     Args:
         name: of the directory; "." is the listed one itself.
-        state: complete, incomplete (files of a save without a manifest), damaged, or newer (than this release).
+        state: complete, incomplete (files of a save without a manifest), damaged, unreadable (no permission, an I/O
+            error, or no regular file), or newer (than this release).
         created: seconds since the epoch; of an incomplete one, when it was last written to.
         nbytes: of its data files; of an unfinished one, of all that is there.
         problem: what is wrong, if it is not complete.
@@ -110,24 +118,48 @@ def folders(store: ByteStore) -> dict[str, set[str]]:
 def _subfolders(path: str) -> list[str]:
     try:
         with os.scandir(path) as found:
-            return [each.name for each in found if each.is_dir()]
+            return [each.name for each in found if _is_folder(each)]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise store_error("listing", path, error) from error
 
 
-def _local_names(path: str) -> set[str]:
-    """What lies in a directory and in its receipts/."""
-    return {*_names(path), *(f"receipts/{name}" for name in _names(os.path.join(path, "receipts")))}
-
-
-def _names(path: str) -> list[str]:
-    """Nothing where there is no directory, or one that may not be listed."""
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Links that lead nowhere count: what is read below them says what is wrong."""
     try:
-        return os.listdir(path)
+        return entry.is_dir()
     except OSError:
-        return []
+        return True
+
+
+def is_link(store: ByteStore, folder: str) -> bool:
+    """Whether a folder below the root is a symbolic link: what is there may belong to others."""
+    return isinstance(store, LocalStore) and store.is_link(folder)
+
+
+def _local_names(path: str) -> set[str]:
+    """Files in a directory and in its receipts/. One that cannot be listed may have a manifest: to read it says."""
+    try:
+        names = _file_names(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
+    except OSError:
+        return {MANIFEST_NAME}
+    receipts: list[str] = []
+    with contextlib.suppress(OSError):
+        receipts = _file_names(os.path.join(path, "receipts"))
+    return {*names, *(f"receipts/{name}" for name in receipts)}
+
+
+def _file_names(path: str) -> list[str]:
+    """Files and links. What should be one of the first two and is neither is to be seen as well."""
+    with os.scandir(path) as found:
+        return [
+            each.name
+            for each in found
+            if each.name in (MANIFEST_NAME, NOTE_NAME) or each.is_file(follow_symlinks=False) or each.is_symlink()
+        ]
 
 
 def entry_of(store: ByteStore, folder: str, names: set[str]) -> Entry | None:
@@ -150,13 +182,13 @@ def _entry(store: ByteStore, folder: str, names: set[str]) -> Entry | None:
     empty = Entry(folder or ".", f"{store.url.rstrip('/')}/{folder}".rstrip("/"), "incomplete", 0.0, 0)
     if MANIFEST_NAME in names:
         try:
-            data = store.read(prefix + MANIFEST_NAME)
-            if not parts and not data.startswith(b'{"format":"%s"' % FORMAT.encode()):
-                return None  # many programs have a file of this name
-            return _complete(store, prefix, names, Manifest(data), empty)
+            if not parts and not begins_like_record(store, prefix + MANIFEST_NAME):
+                return None
+            return _complete(store, prefix, names, Manifest(read_record(store, prefix + MANIFEST_NAME)), empty)
+        except MissingFileError:
+            pass  # removed meanwhile, or never there
         except CheckpointError as error:
-            state = "newer" if isinstance(error, VersionError) else "damaged"
-            return replace(_with_totals(store, prefix, parts, empty), state=state, problem=str(error))
+            return replace(_with_totals(store, prefix, parts, empty), state=_state_of(error), problem=str(error))
     if not parts:
         return _unfinished(store, folder, names, empty)
     try:
@@ -166,7 +198,7 @@ def _entry(store: ByteStore, folder: str, names: set[str]) -> Entry | None:
     except CheckpointNotFoundError as error:
         return replace(_with_totals(store, prefix, parts, empty), problem=str(error))
     except CheckpointError as error:
-        return replace(_with_totals(store, prefix, parts, empty), state="damaged", problem=str(error))
+        return replace(_with_totals(store, prefix, parts, empty), state=_state_of(error), problem=str(error))
     problem = f"there is no {MANIFEST_NAME}: the save did not finish, or is still running"
     return replace(_with_totals(store, prefix, parts, empty), problem=problem)
 
@@ -195,12 +227,18 @@ def folder_modified(path: str) -> float:
         return 0.0
 
 
+def _state_of(error: CheckpointError) -> str:
+    if isinstance(error, VersionError):
+        return "newer"
+    return "unreadable" if isinstance(error, UnreadableFileError) else "damaged"
+
+
 def _complete(store: ByteStore, prefix: str, names: set[str], manifest: Manifest, empty: Entry) -> Entry:
     absent = [n for n in listed_files(manifest) if n not in names and store.stat(prefix + n) is None]
     if (
         absent
         and MANIFEST_NAME in names
-        and (again := Manifest(store.read(prefix + MANIFEST_NAME))).save_id != manifest.save_id
+        and (again := Manifest(read_record(store, prefix + MANIFEST_NAME))).save_id != manifest.save_id
     ):
         return _complete(store, prefix, names, again, empty)  # it was replaced meanwhile
     resized = [f.name for f in manifest.files if (i := store.stat(prefix + f.name)) is not None and i.size != f.size]

@@ -34,7 +34,7 @@ from hyper_ckpt.manager.arguments import (
 )
 from hyper_ckpt.manager.keeper import Keeper
 from hyper_ckpt.manager.note import Note, metrics_of
-from hyper_ckpt.manager.restoring import Restored, restore
+from hyper_ckpt.manager.restoring import Restored, reasons, restore
 from hyper_ckpt.manager.retention import Retention
 from hyper_ckpt.manager.run import Run, StepInfo
 from hyper_ckpt.manager.schedule import SaveInterval, Schedule
@@ -204,7 +204,8 @@ class CheckpointManager:
 
         Args:
             step: load this one or none.
-            skip_damaged: if the newest is damaged, take the one before it, with a warning on rank 0; False raises.
+            skip_damaged: if the newest is damaged, or a file of it cannot be read (no permission, an I/O error), take
+                the one before it, with a warning on rank 0; False raises.
             options: of `hyper_ckpt.load`. `verify` is "before" unless given: all blocks are read and checked before
                 anything is loaded, so that a damaged checkpoint leaves the state as it was. With "during" it may be
                 filled in part before an older one is loaded over it.
@@ -216,7 +217,8 @@ class CheckpointManager:
             CheckpointNotFoundError: there is none of `step`.
             RanksDisagreeError: ranks made their managers with different arguments.
             ValueError: the root is no run but a checkpoint.
-            CorruptCheckpointError: what there is is damaged, all of it. The run does not begin anew by itself.
+            CorruptCheckpointError: what there is is damaged or cannot be read, all of it. The run does not begin anew
+                by itself.
             CheckpointError: as `hyper_ckpt.load`.
         """
         self._refuse_closed()
@@ -225,8 +227,15 @@ class CheckpointManager:
 
     def latest(self) -> int | None:
         """The highest complete step that this rank sees, None if there is none. No rank is asked: on a file system that
-        shows new files late, let one rank look and tell the others (`restore` does)."""
-        return max((info.step for info in self.steps() if info.complete), default=None)
+        shows new files late, let one rank look and tell the others (`restore` does). A warning names newer steps that
+        are damaged or cannot be read."""
+        found = self.steps()
+        latest = max((info.step for info in found if info.complete), default=None)
+        bad = [(i.step, i.problem or i.state) for i in reversed(found) if i.state in ("damaged", "unreadable")]
+        newer = [each for each in bad if latest is None or each[0] > latest]
+        if newer:
+            warnings.warn(f"newer steps of {self._run.store.url} cannot be loaded: {reasons(newer)}", stacklevel=2)
+        return latest
 
     def steps(self) -> list[StepInfo]:
         """All checkpoints of the run that this rank sees, the incomplete and damaged ones too; ascending."""
@@ -383,8 +392,8 @@ class CheckpointManager:
         if problems:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             warnings.warn(
-                f"what is superseded could not be removed, and takes room: {problems[0]}{more}. Tried again after the "
-                "next save",
+                f"what is superseded could not be removed, and takes room: {problems[0].rstrip('.')}{more}. "
+                "Tried again after the next save",
                 stacklevel=4,
             )
         if self._keeper.unmeasured():

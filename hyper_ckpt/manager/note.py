@@ -9,10 +9,12 @@ from typing import Any
 import msgspec
 
 from hyper_ckpt.contracts.store import ByteStore, Expect
-from hyper_ckpt.errors import MissingFileError
+from hyper_ckpt.errors import ManifestError, MissingFileError, UnreadableFileError
+from hyper_ckpt.storage.whole import read_whole
 from hyper_ckpt.strict_json import refuse_duplicates
 
 NOTE_NAME = "hyper-ckpt-step.json"
+MAX_NOTE_BYTES = 16 << 20
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,12 +51,14 @@ def metrics_of(values: Mapping[str, Any] | None) -> dict[str, float | None]:
 
 
 def read_note(store: ByteStore, prefix: str) -> Note | None:
-    """The note of the checkpoint below `prefix`, None if it has none. One that is damaged counts as a pin: nothing
-    may be removed because a note cannot be read."""
+    """The note of the checkpoint below `prefix`, None if it has none. One that is damaged, or cannot be read, counts as
+    a pin: nothing may be removed because of that."""
     try:
-        data = store.read(prefix + NOTE_NAME)
+        data = read_whole(store, prefix + NOTE_NAME, MAX_NOTE_BYTES)
     except MissingFileError:
         return None
+    except (ManifestError, UnreadableFileError):
+        return Note(pinned=True)
     try:
         note = msgspec.json.decode(data, type=Note)
         refuse_duplicates(data, msgspec.json.encode(note))
@@ -64,5 +68,14 @@ def read_note(store: ByteStore, prefix: str) -> Note | None:
 
 
 def write_note(store: ByteStore, prefix: str, note: Note, durable: bool) -> None:
-    """Puts a note in place, atomically."""
-    store.publish(prefix + NOTE_NAME, msgspec.json.encode(note), Expect.ANY, sync=durable)
+    """Puts a note in place, atomically.
+
+    Raises:
+        ValueError: it has more metrics than are read again.
+    """
+    data = msgspec.json.encode(note)
+    if len(data) > MAX_NOTE_BYTES:
+        raise ValueError(
+            f"{len(note.metrics):,} metrics are too many for the note of a checkpoint: note those to choose by"
+        )
+    store.publish(prefix + NOTE_NAME, data, Expect.ANY, sync=durable)

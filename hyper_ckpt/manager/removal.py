@@ -10,27 +10,52 @@ from dataclasses import dataclass
 
 from hyper_ckpt.contracts.store import ByteStore, Expect, ObjectInfo, Sink
 from hyper_ckpt.engine.commit import listed_files, look, remove_leftovers
-from hyper_ckpt.errors import CheckpointError, CheckpointNotFoundError, MissingFileError, StoreError
-from hyper_ckpt.manager.listing import folder_modified, folders, is_left_empty, is_part
+from hyper_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    MissingFileError,
+    StoreError,
+    VersionError,
+)
+from hyper_ckpt.manager.listing import folder_modified, folders, is_left_empty, is_link, is_part
 from hyper_ckpt.manager.note import NOTE_NAME
-from hyper_ckpt.manifest import FORMAT, MANIFEST_NAME, Manifest
+from hyper_ckpt.manifest import MANIFEST_NAME, Manifest
 from hyper_ckpt.registry import registry
 from hyper_ckpt.storage.local_store import LocalStore
-from hyper_ckpt.storage.names import is_temporary
+from hyper_ckpt.storage.names import is_name, is_temporary
+from hyper_ckpt.storage.whole import begins_like_record, read_record
 
 
 def remove_checkpoint(url: str) -> int:
     """Removes what this library wrote at a path: the manifest first, so that from then on nothing there is complete.
+
+    What lies behind a link stays, whether that is the path itself or something below it.
 
     Returns:
         How many objects were removed.
 
     Raises:
         CheckpointNotFoundError: there is nothing of this library.
-        StoreError: something could not be removed; unless that is the manifest, the rest is
-            no checkpoint any more.
+        StoreError: something could not be removed, since it lies behind a link for example; unless that is the
+            manifest, the rest is no checkpoint any more.
     """
     store = registry().store(url)
+    if isinstance(store, LocalStore):
+        # From above it: below the root of a store no link is followed.
+        above, name = os.path.split(store.url)
+        return remove_below(registry().store(above), name)
+    return remove_below(store, "")
+
+
+def remove_below(root: ByteStore, folder: str) -> int:
+    """As `remove_checkpoint`, in a folder below the root of a store; "" is the root."""
+    store = _view(root, folder)
+    if folder and is_link(root, folder):
+        raise StoreError(
+            f"{store.url} is a symbolic link, and nothing is removed through one: remove the link itself, or name the "
+            "checkpoint that it leads to"
+        )
     manifest, listed = _manifest_at(store)
     names = store.list()
     own = [n for n in names if n in listed or is_own(n)]
@@ -41,7 +66,7 @@ def remove_checkpoint(url: str) -> int:
         store.sync()  # a power failure must not bring it back when files are gone
     for name in sorted(own, key=lambda n: not n.startswith("receipts/")):
         store.delete(name)
-    remove_empty(store)
+    remove_empty(registry().store(store.url))
     return len(own) + manifest
 
 
@@ -56,13 +81,13 @@ def is_own(name: str) -> bool:
 def _manifest_at(store: ByteStore) -> tuple[bool, Collection[str]]:
     """Whether there is a manifest of this library, and the names that it lists."""
     try:
-        data = store.read(MANIFEST_NAME)
+        return True, set(listed_files(Manifest(read_record(store, MANIFEST_NAME))))
     except MissingFileError:
         return False, ()
-    try:
-        return True, set(listed_files(Manifest(data)))
-    except CheckpointError:
-        return data.startswith(b'{"format":"%s"' % FORMAT.encode()) or any(map(is_part, store.list())), ()
+    except CorruptCheckpointError:
+        return begins_like_record(store, MANIFEST_NAME) or any(map(is_part, store.list())), ()
+    except VersionError:
+        return True, ()
 
 
 def remove_empty(store: ByteStore) -> None:
@@ -83,7 +108,7 @@ class Leftover:
 def clean(
     root: ByteStore, age: float, *, dry_run: bool = False, skip: Collection[str] = ()
 ) -> tuple[list[Leftover], list[str]]:
-    """Removes leftovers of dead saves at the root of a store and one level below.
+    """Removes leftovers of dead saves at the root of a store and one level below, where no link leads.
 
     Args:
         age: seconds; what is younger may still be being written, and stays.
@@ -96,24 +121,23 @@ def clean(
     gone: list[Leftover] = []
     problems: list[str] = []
     for folder, names in sorted(folders(root).items()):
-        if folder in skip:
+        if folder in skip or is_link(root, folder):
             continue
         if is_left_empty(folder, names) and not names - {"receipts"}:
             gone += _remove_left_empty(root, folder, age, dry_run)
             continue
         if not any(is_own(n) or is_temporary(n) for n in names):
             continue
-        store = registry().store(f"{root.url.rstrip('/')}/{folder}" if folder else root.url)
-        view = _Removing(store, dry_run)
+        view = _view(root, folder, dry_run)
         try:
-            remove_leftovers(view, look(store, overwrite=True), age)
+            remove_leftovers(view, look(view, overwrite=True), age)
             _remove_notes(view, names, age)
         except CheckpointError as error:
             problems.append(str(error))
         gone += [Leftover(f"{folder}/{n}" if folder else n, size) for n, size in view.removed]
         problems += view.problems
         if view.removed and not dry_run and folder:
-            remove_empty(store)
+            remove_empty(registry().store(view.url))
     return gone, problems
 
 
@@ -140,37 +164,49 @@ def _remove_notes(view: _Removing, names: Collection[str], age: float) -> None:
                 view.delete(name)
 
 
-class _Removing(ByteStore):
-    """A store that notes what is removed from it, and with `dry_run` only that."""
+def _view(root: ByteStore, folder: str, dry_run: bool = False) -> _Removing:
+    """A folder below the root of a store, "" for the root, to remove from. It is seen from the root, so that it can
+    become a link at any time and nothing is removed through that."""
+    if not folder or is_name(folder):
+        return _Removing(root, folder, dry_run)
+    return _Removing(registry().store(os.path.join(root.url, folder)), "", dry_run)
 
-    def __init__(self, inner: ByteStore, dry_run: bool) -> None:
-        self.url, self._inner, self._dry_run = inner.url, inner, dry_run
+
+class _Removing(ByteStore):
+    """A folder of a store that notes what is removed from it, and with `dry_run` only that."""
+
+    def __init__(self, inner: ByteStore, folder: str, dry_run: bool) -> None:
+        self._inner, self._prefix, self._dry_run = inner, f"{folder}/" if folder else "", dry_run
+        self.url = f"{inner.url.rstrip('/')}/{folder}" if folder else inner.url
         self.removed: list[tuple[str, int]] = []
         self.problems: list[str] = []
 
     def delete(self, name: str) -> None:
-        info = self._inner.stat(name)
-        if info is None:
-            return
         try:
+            info = self.stat(name)
+            if info is None:
+                return
             if not self._dry_run:
-                self._inner.delete(name)
+                self._inner.delete(self._prefix + name)
         except CheckpointError as error:
             self.problems.append(str(error))
             raise
         self.removed.append((name, info.size))
 
     def list(self, prefix: str = "") -> list[str]:
-        return self._inner.list(prefix)
+        return [name[len(self._prefix) :] for name in self._inner.list(self._prefix + prefix)]
 
     def stat(self, name: str) -> ObjectInfo | None:
-        return self._inner.stat(name)
+        return self._inner.stat(self._prefix + name)
+
+    def sync(self) -> None:
+        self._inner.sync()
 
     def read(self, name: str) -> bytes:
-        return self._inner.read(name)
+        return self._inner.read(self._prefix + name)
 
     def read_into(self, name: str, ranges: Sequence[tuple[int, int]], buffers: Sequence[memoryview]) -> None:
-        self._inner.read_into(name, ranges, buffers)
+        self._inner.read_into(self._prefix + name, ranges, buffers)
 
     def create(self, name: str, size: int) -> Sink:
         raise StoreError(f"{self.url}: only to remove from")

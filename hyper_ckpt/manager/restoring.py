@@ -14,7 +14,7 @@ from hyper_ckpt.api.common import attempt, operation
 from hyper_ckpt.api.load import LoadReport, load
 from hyper_ckpt.api.load_warnings import forgotten_text
 from hyper_ckpt.contracts.platform import Platform
-from hyper_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from hyper_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnreadableFileError
 from hyper_ckpt.manager.arguments import check_same, step_number
 from hyper_ckpt.manager.run import Run
 from hyper_ckpt.options import DEFAULT_TIMEOUT
@@ -30,7 +30,7 @@ class Restored:
     Args:
         step: which was loaded.
         report: of the load, on this rank.
-        skipped: newer steps that are damaged, each with the reason.
+        skipped: newer steps that are damaged or cannot be read, each with the reason.
     """
 
     step: int
@@ -56,7 +56,7 @@ def restore(
     for number, folder in _candidates(run, platform, step, options.get("timeout", DEFAULT_TIMEOUT), arguments):
         try:
             report = load(state, run.url(folder), platform=platform, **{"verify": "before", **options})
-        except (CorruptCheckpointError, CheckpointNotFoundError) as error:
+        except (CorruptCheckpointError, CheckpointNotFoundError, UnreadableFileError) as error:
             if step is not None or not skip_damaged:
                 raise
             skipped.append((number, str(error)))
@@ -65,13 +65,13 @@ def restore(
             warnings.warn(forgotten_text(report.forgotten, run.url(folder)), stacklevel=3)
         if skipped and platform.ranks.rank == 0:
             warnings.warn(
-                f"step {number} of {run.store.url} was loaded, since newer ones are damaged: {_reasons(skipped)}",
+                f"step {number} of {run.store.url} was loaded, since newer ones cannot be: {reasons(skipped)}",
                 stacklevel=3,
             )
         return Restored(number, report, tuple(skipped))
     if skipped:
         raise CorruptCheckpointError(
-            f"no checkpoint of {run.store.url} can be loaded: {_reasons(skipped)}. Restore its files from a copy, or "
+            f"no checkpoint of {run.store.url} can be loaded: {reasons(skipped)}. Restore its files from a copy, or "
             "begin a run with another root"
         )
     if platform.ranks.rank == 0:
@@ -79,7 +79,8 @@ def restore(
     return None
 
 
-def _reasons(skipped: list[tuple[int, str]]) -> str:
+def reasons(skipped: list[tuple[int, str]]) -> str:
+    """The first few steps and why they cannot be loaded, for a message."""
     return "; ".join(f"step {number}: {why}" for number, why in skipped[:4]) + "; ..." * (len(skipped) > 4)
 
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from hyper_ckpt.errors import CheckpointNotFoundError
-from hyper_ckpt.manager.listing import STEP_FOLDER, Entry, entry_of, folders
+from hyper_ckpt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, UnreadableFileError
+from hyper_ckpt.manager.listing import STEP_FOLDER, Entry, entry_of, folders, is_link
 from hyper_ckpt.manager.note import NOTE_NAME, Note, read_note, write_note
-from hyper_ckpt.manager.removal import remove_checkpoint
+from hyper_ckpt.manager.removal import remove_below
 from hyper_ckpt.manager.retention import Kept, Retention
 from hyper_ckpt.manifest import MANIFEST_NAME
 from hyper_ckpt.registry import registry
@@ -22,7 +22,8 @@ class StepInfo:
     Args:
         step: its number.
         path: path or URL.
-        state: complete, incomplete (the save did not finish, or still runs), damaged, or newer (than this release).
+        state: complete, incomplete (the save did not finish, or still runs), damaged, unreadable (no permission, an
+            I/O error, or no regular file), or newer (than this release).
         created: seconds since the epoch.
         nbytes: of its data files.
         pinned: no retention removes it.
@@ -96,6 +97,7 @@ class Run:
                 above = self.store.url.rstrip("/").rpartition("/")[0]
                 raise ValueError(
                     f"{self.store.url} is no run: this is a checkpoint: give the folder above it, {above}, as root"
+                    + (f" ({entry.problem})" if entry.problem else "")
                 )
         return dict(sorted(found.items()))
 
@@ -105,9 +107,27 @@ class Run:
         Raises:
             ValueError: the root is no run but a checkpoint.
         """
-        if not self._checked and self.store.stat(MANIFEST_NAME) is not None:
+        if not self._checked and self._has_manifest():
             self.folders()
         self._checked = True
+
+    def _has_manifest(self) -> bool:
+        try:
+            return self.store.stat(MANIFEST_NAME) is not None
+        except UnreadableFileError:
+            return True
+
+    def refuse_link(self, folder: str) -> None:
+        """Before a step is saved over what is there.
+
+        Raises:
+            CheckpointExistsError: its folder is a symbolic link.
+        """
+        if is_link(self.store, folder):
+            raise CheckpointExistsError(
+                f"{self.url(folder)} is a symbolic link, and a manager neither writes nor removes through one: remove "
+                "the link, or save another step"
+            )
 
     def steps(self) -> list[StepInfo]:
         """All steps of which anything is there, ascending."""
@@ -137,7 +157,10 @@ class Run:
         return entry
 
     def _stamp(self, folder: str, name: str, names: set[str]) -> str:
-        info = self.store.stat(f"{folder}/{name}") if name in names else None
+        try:
+            info = self.store.stat(f"{folder}/{name}") if name in names else None
+        except CheckpointError:  # the entry says what is wrong
+            return ""
         return "" if info is None else info.etag
 
     def existing(self, step: int) -> str:
@@ -165,16 +188,19 @@ class Run:
     def remove(self, folder: str) -> None:
         """Removes what this library wrote there."""
         self._known.pop(folder, None)
-        remove_checkpoint(self.url(folder))
+        remove_below(self.store, folder)
 
     def superseded(self, retention: Retention, busy: Collection[int]) -> tuple[list[str], bool]:
         """Folders of complete checkpoints that no rule keeps, the lowest step first; and whether there are none since
-        no checkpoint has the metric that the rules name.
+        no checkpoint has the metric that the rules name. Folders that are links are not the run's own: they stay, and
+        are not counted.
 
         Args:
             busy: steps that stay, whatever the rules say.
         """
-        complete = {step: e for step, e in self._entries().items() if e.state == "complete"}
+        complete = {
+            step: e for step, e in self._entries().items() if e.state == "complete" and not is_link(self.store, e.name)
+        }
         found = [Kept(step, e.created, e.pinned, e.metrics) for step, e in complete.items()]
         now = time.time()
         kept = retention.kept(found, now) | set(busy)

@@ -17,9 +17,10 @@ from hyper_ckpt.dtypes import BY_NAME
 from hyper_ckpt.errors import CheckpointNotFoundError, CoverageError, ManifestError
 from hyper_ckpt.manifest import MANIFEST_NAME, MAX_CORNERS, MAX_DIMS, Manifest
 from hyper_ckpt.manifest_writer import ManifestContent, encode_manifest
-from hyper_ckpt.receipt import MAX_RECEIPT_BYTES, FileRecord, LocalPart, Receipt, decode_receipt
+from hyper_ckpt.receipt import FileRecord, LocalPart, Receipt, decode_receipt
 from hyper_ckpt.state import Node, decode_tree, encode_tree, merge
 from hyper_ckpt.state.walk import tensor_names
+from hyper_ckpt.storage.whole import read_record
 
 _RECEIPT = re.compile(r"receipts/rank-(\d{5,})-([0-9a-f]{16})\.json")
 MAX_WORLD = 1 << 20
@@ -128,10 +129,7 @@ def _by_id(store: ByteStore, prefix: str) -> dict[str, dict[int, str]]:
 def _read(store: ByteStore, prefix: str, save_id: str, rank: int, names: dict[int, str]) -> tuple[Receipt, str]:
     """A receipt and its digest, with a description that fits its pieces, if it has one."""
     what = f"{store.url}/{names[rank]}"
-    info = store.stat(names[rank])
-    if info is not None and info.size > MAX_RECEIPT_BYTES:
-        raise ManifestError(f"{what} has {info.size} bytes, more than any receipt: load an earlier checkpoint")
-    receipt = decode_receipt(store.read(names[rank]), None, what)
+    receipt = decode_receipt(read_record(store, names[rank]), None, what)
     if (receipt.save_id, receipt.rank) != (save_id, rank) or not rank < receipt.world_size:
         raise ManifestError(f"{what} speaks of another save or rank than its name: files of two saves are mixed")
     part = receipt.description

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 from hyper_ckpt.contracts.store import Expect
 from hyper_ckpt.errors import CheckpointReplacedError
-from hyper_ckpt.storage.syscalls import UNSUPPORTED
+from hyper_ckpt.storage.syscalls import UNSUPPORTED, IrregularFileError, open_regular
 
 Unguarded = Callable[[str, OSError], None]
 
@@ -39,7 +39,8 @@ def link_new(temporary: str, path: str, unguarded: Unguarded) -> None:
     """Names the file `path` as well if nothing is there.
 
     Raises:
-        CheckpointReplacedError: something is.
+        CheckpointReplacedError: a file is.
+        IrregularFileError: something else is.
     """
     try:
         os.link(temporary, path)
@@ -47,11 +48,13 @@ def link_new(temporary: str, path: str, unguarded: Unguarded) -> None:
         if _same_file(temporary, path):
             return  # a network file system did it, lost the answer, and tried again
         if error.errno == errno.EEXIST:
+            _refuse_irregular(path)
             raise _replaced(path) from None
         if error.errno not in _NO_LINKS:
             raise
         unguarded("hard links", error)
         if os.path.lexists(path):
+            _refuse_irregular(path)
             raise _replaced(path) from None
         os.replace(temporary, path)
 
@@ -61,6 +64,7 @@ def replace(temporary: str, path: str, expect: Expect | str, unguarded: Unguarde
 
     Raises:
         CheckpointReplacedError: something else is there, or nothing.
+        IrregularFileError: what is there is no regular file.
     """
     with _locked(path, unguarded):
         if expect is not Expect.ANY and _etag_at(path) != expect:
@@ -115,14 +119,21 @@ def _lock_current(path: str, unguarded: Unguarded) -> int | None:
 
 def _open_for_lock(path: str) -> int:
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return open_regular(path, os.O_RDWR)
     except PermissionError:  # somebody else's file in a shared directory
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_regular(path)
 
 
 def _etag_at(path: str) -> str | None:
     facts = facts_at(path)
     return None if facts is None else etag_of(facts)
+
+
+def _refuse_irregular(path: str) -> None:
+    """Raises `IrregularFileError` if what lies there is no file, nor a link to one."""
+    with contextlib.suppress(FileNotFoundError):
+        if not os.path.isfile(path):
+            raise IrregularFileError(os.lstat(path).st_mode)
 
 
 def _same_file(one: str, other: str) -> bool:

@@ -29,6 +29,7 @@ from hyper_ckpt.errors import (
 from hyper_ckpt.manifest import MANIFEST_NAME, Manifest, StoredTensor
 from hyper_ckpt.storage.alone import find_alone
 from hyper_ckpt.storage.safetensors_file import MAX_HEADER_BYTES, Entry, build_header, choose_keys, header_upper_bound
+from hyper_ckpt.storage.whole import read_record
 
 _MOST_REMEMBERED = 1 << 20
 """Chunks whose places, headers and rows are kept for the next save: some 100 bytes each."""
@@ -236,7 +237,7 @@ class FileSystemReader(StorageReader):
 
     def _load(self, store: ByteStore, *, partial: bool) -> Manifest:
         try:
-            data = store.read(MANIFEST_NAME)
+            data = read_record(store, MANIFEST_NAME)
         except StoreError as error:
             if isinstance(error.__cause__, NotADirectoryError):
                 raise CheckpointNotFoundError(

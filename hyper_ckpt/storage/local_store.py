@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import os
 import stat
@@ -14,7 +13,7 @@ from contextlib import AbstractContextManager
 
 from hyper_ckpt.contracts.store import ByteStore, Expect, ObjectInfo, ReadAt, Sink
 from hyper_ckpt.errors import FileSizeError, StoreError
-from hyper_ckpt.storage import atomic, syscalls
+from hyper_ckpt.storage import atomic, below, syscalls
 from hyper_ckpt.storage.buffers import runs
 from hyper_ckpt.storage.local_sink import LocalSink
 from hyper_ckpt.storage.names import check_name, is_name, temporary_name
@@ -29,6 +28,8 @@ _Folders = list[str]
 
 class LocalStore(ByteStore):
     """Objects are files below a directory, which need not exist before the first write.
+
+    Links are followed to read. To write or remove, only the root itself may be one, or what stands above it.
 
     Args:
         path: the root. A relative one is taken from the current directory, now and for good.
@@ -55,7 +56,7 @@ class LocalStore(ByteStore):
     def create(self, name: str, size: int) -> Sink:
         path = self._path(name)
         with naming("creating", path, f" ({size:,} bytes wanted)"), self._made_folders() as made:
-            fd = self._open_new(path, made)
+            fd = self._open_new(name, made)
             try:
                 syscalls.preallocate(fd, size)
             except BaseException:
@@ -106,29 +107,29 @@ class LocalStore(ByteStore):
     def delete(self, name: str) -> None:
         path = self._path(name)
         with naming("removing", path):
-            if not _unlink(path):
-                return
-        folder = os.path.dirname(path)
-        with contextlib.suppress(OSError):  # not empty, or not ours to remove: it stays
-            while folder != self.url:
-                os.rmdir(folder)
-                folder = os.path.dirname(folder)
+            if below.remove(self.url, name):
+                self._note_unsynced(os.path.dirname(path))
 
     def stat(self, name: str) -> ObjectInfo | None:
         path = self._path(name)
         with naming("looking up", path):
             facts = atomic.facts_at(path)
-        if facts is None or not stat.S_ISREG(facts.st_mode):
-            return None
+            if facts is None or stat.S_ISDIR(facts.st_mode):
+                return None
+            syscalls.check_regular(facts.st_mode)
         return ObjectInfo(facts.st_size, atomic.etag_of(facts), facts.st_mtime)
+
+    def is_link(self, name: str) -> bool:
+        """Whether what has this name below the root is a symbolic link, to an object or a directory."""
+        return os.path.islink(os.path.join(self.url, name))
 
     def publish(self, name: str, data: bytes, expect: Expect | str, *, sync: bool) -> str:
         """See `ByteStore.publish`. Where only the sync of directories fails, the object is in place all the same."""
-        path = self._path(name)
-        temporary = self._path(temporary_name(name))
+        path, beside = self._path(name), temporary_name(name)
+        temporary = self._path(beside)
         with naming("publishing", path), self._made_folders() as made:
             try:
-                etag = self._write_whole(temporary, data, sync, made)
+                etag = self._write_whole(beside, data, sync, made)
                 if expect is Expect.ABSENT:
                     atomic.link_new(temporary, path, self._warn_unguarded)
                 else:
@@ -185,9 +186,11 @@ class LocalStore(ByteStore):
                     os.rmdir(folder)
             raise
 
-    def _open_new(self, path: str, made: _Folders) -> int:
+    def _open_new(self, name: str, made: _Folders) -> int:
         """Opens a new file, in directories made on the way and added to `made`, and notes what is to be synced."""
+        path = self._path(name)
         folder = os.path.dirname(path)
+        below.refuse_links(self.url, name)
         attempts = _ATTEMPTS
         while True:
             self._make_directories(folder, made)
@@ -218,16 +221,16 @@ class LocalStore(ByteStore):
         with self._unsynced_lock:
             self._unsynced.add(folder)
 
-    def _write_whole(self, path: str, data: bytes, sync: bool, made: _Folders) -> str:
+    def _write_whole(self, name: str, data: bytes, sync: bool, made: _Folders) -> str:
         """Writes a new file and returns its etag."""
-        fd = self._open_new(path, made)
+        fd = self._open_new(name, made)
         try:
             syscalls.write_all(fd, 0, memoryview(data))
             if sync:
                 syscalls.sync_file(fd)
         finally:
             os.close(fd)
-        return atomic.etag_of(os.stat(path))  # after the close, when a file server has set its times
+        return atomic.etag_of(os.stat(self._path(name)))  # after the close, when a file server has set its times
 
     def _warn_unguarded(self, what: str, cause: OSError) -> None:
         if self._warned:
@@ -242,7 +245,7 @@ class LocalStore(ByteStore):
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[int]:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = syscalls.open_regular(path)
     try:
         yield fd
     finally:
@@ -257,20 +260,6 @@ def _read_exactly(path: str, fd: int, start: int, views: Sequence[memoryview]) -
             f"{path} ends early: {wanted:,} bytes are wanted from byte {start:,} on, {got:,} are there. "
             "It was cut short or replaced since it was saved; load another checkpoint."
         )
-
-
-def _unlink(path: str) -> bool:
-    """Whether there was a file to remove."""
-    try:
-        os.unlink(path)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return False
-    except OSError as error:
-        # A read-only file system says so before it looks whether there is a file.
-        if error.errno != errno.EROFS or os.path.lexists(path):
-            raise
-        return False
-    return True
 
 
 def _refuse_unless_gone(error: OSError) -> None:

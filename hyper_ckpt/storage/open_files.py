@@ -9,6 +9,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hyper_ckpt.storage.syscalls import open_regular
+
 
 @dataclass(eq=False)
 class _File:
@@ -47,7 +49,7 @@ class OpenFiles:
         """The descriptor of a file; outside `kept`, one of its own.
 
         Raises:
-            OSError: it cannot be opened.
+            OSError: it cannot be opened, or is no regular file.
         """
         file = self._take(path)
         try:
@@ -61,7 +63,7 @@ class OpenFiles:
         if known is not None:
             return known
         # Not under the lock: opening may take long on a shared file system, and other threads read meanwhile.
-        opened = _File(os.open(path, os.O_RDONLY | os.O_CLOEXEC), 1)
+        opened = _File(open_regular(path), 1)
         with self._lock:
             known = self._known(path)
             if known is None:

@@ -20,6 +20,7 @@ from hyper_ckpt.receipt import PLAIN_NAME, FileRecord
 from hyper_ckpt.storage.filesystem import FileSystemReader
 from hyper_ckpt.storage.plain_manifest import PlainTensor, plain_manifest
 from hyper_ckpt.storage.safetensors_file import Entry, header_digest, header_length, parse_header
+from hyper_ckpt.storage.whole import read_whole
 from hyper_ckpt.strict_json import refuse_duplicates
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
@@ -112,11 +113,8 @@ class _Index(msgspec.Struct):
 
 
 def _read_index(store: ByteStore, name: str) -> dict[str, str]:
-    info = store.stat(name)
-    if info is not None and info.size > MAX_INDEX_BYTES:
-        raise CorruptCheckpointError(f"{store.url}/{name} has {info.size} bytes, more than any index")
+    data = read_whole(store, name, MAX_INDEX_BYTES)
     try:
-        data = store.read(name)
         index = msgspec.json.decode(data, type=_Index)
         refuse_duplicates(data, b"")
         return index.weight_map

@@ -11,9 +11,10 @@ import errno
 import fcntl
 import functools
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 
-from hyper_ckpt.errors import CheckpointError, MissingFileError, StoreError
+from hyper_ckpt.errors import CheckpointError, MissingFileError, StoreError, UnreadableFileError
 
 # Linux moves at most 2 GiB - 4 KiB per call and says so; macOS refuses more than 2 GiB - 1.
 _MAX_BYTES_PER_CALL = 1 << 30
@@ -36,9 +37,69 @@ _REMEDIES = {
     errno.ENOTDIR: "A file lies where a directory is needed: move it away, or use another path.",
     errno.ENOENT: "A directory above it cannot be made, or was removed meanwhile: look there, or use another path.",
     errno.EEXIST: "Remove it first, or use another path.",
+    errno.ELOOP: "A symbolic link leads back to itself: remove it, or use another path.",
 }
 _MAKING = frozenset({"creating", "writing", "completing", "publishing"})
 _REMEDY = "Check the file system and the system log, then try again."
+
+_READING = frozenset({"reading", "looking up", "listing"})
+# What is wrong with one file or directory, and not with this process or the whole file system.
+_UNREADABLE = frozenset({errno.EACCES, errno.EPERM, errno.EIO, errno.ELOOP, errno.ENOTDIR, errno.EBADMSG, errno.ENXIO})
+
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISLNK, "a symbolic link"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+class IrregularFileError(OSError):
+    """What has the name is no regular file: to open it could wait for ever, or change a device."""
+
+    def __init__(self, mode: int) -> None:
+        kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "no regular file")
+        super().__init__(f"{kind} lies there, where a file is wanted")
+
+
+class ThroughLinkError(OSError):
+    """A directory on the way to a name is a symbolic link: what is created or removed there could be anybody's."""
+
+    def __init__(self, link: str) -> None:
+        try:
+            target = f" to {os.readlink(link)}"
+        except OSError:
+            target = ""
+        super().__init__(f"{link} is a symbolic link{target}, and through one nothing is written or removed")
+
+
+def open_regular(path: str, flags: int = os.O_RDONLY) -> int:
+    """Opens a file that is there; through a link, too.
+
+    Raises:
+        IrregularFileError: it is none. A FIFO is not waited for, and a device not opened.
+        OSError: it cannot be opened.
+    """
+    check_regular(os.stat(path).st_mode)
+    flags |= os.O_NOCTTY | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags | os.O_NONBLOCK)
+    except BlockingIOError:  # a regular file that another process holds a lease on
+        fd = os.open(path, flags)
+    try:
+        check_regular(os.fstat(fd).st_mode)  # it may have been replaced since
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_regular(mode: int) -> None:
+    """Raises `IrregularFileError` for the mode of anything but a regular file."""
+    if not stat.S_ISREG(mode):
+        raise IrregularFileError(mode)
 
 
 @contextlib.contextmanager
@@ -56,11 +117,16 @@ def store_error(action: str, path: str, cause: OSError, detail: str = "") -> Che
     """The error to raise `from cause` when `action` failed on `path`."""
     if cause.errno == errno.ENOENT and action not in _MAKING:
         return MissingFileError(f"{action} {path} failed: it does not exist. Was it moved or removed?")
+    if isinstance(cause, IrregularFileError):
+        return UnreadableFileError(f"{action} {path} failed: {cause}. Move it away, or use another path.")
+    if isinstance(cause, ThroughLinkError):
+        return StoreError(f"{action} {path} failed: {cause}. Remove the link, or name what it leads to.")
     if cause.errno in _NO_ROOM:
         free = free_bytes(path)
         detail += "" if free is None else f", {free:,} bytes are free"
     text = os.strerror(cause.errno) if cause.errno else str(cause)
-    return StoreError(f"{action} {path} failed: {text}{detail}. {_REMEDIES.get(cause.errno or 0, _REMEDY)}")
+    kind = UnreadableFileError if action in _READING and cause.errno in _UNREADABLE else StoreError
+    return kind(f"{action} {path} failed: {text}{detail}. {_REMEDIES.get(cause.errno or 0, _REMEDY)}")
 
 
 def free_bytes(path: str) -> int | None:

@@ -93,10 +93,10 @@ def test_the_current_directory(run: Run, checkpoint: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_what_may_not_be_read_is_left_out(run: Run, checkpoint: Path) -> None:
+def test_what_may_not_be_read_is_listed(run: Run, checkpoint: Path) -> None:
     locked = checkpoint.parent / "locked"
     locked.mkdir(mode=0)
-    assert states(run, checkpoint.parent) == {"step-7": "complete"}
+    assert states(run, checkpoint.parent) == {"locked": "unreadable", "step-7": "complete"}
 
 
 def test_nothing_there(run: Run, tmp_path: Path) -> None:

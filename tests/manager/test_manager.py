@@ -154,7 +154,7 @@ def test_restore_skips_a_damaged_one(tmp_path: Path, how: str) -> None:
         m.restore(target, 30)
     assert target["step"] == 0
     assert not target["w"].any()
-    with pytest.warns(UserWarning, match=r"step 20 of .* was loaded, since newer ones are damaged: step 30: .*step-0"):
+    with pytest.warns(UserWarning, match=r"step 20 of .* was loaded, since newer ones cannot be: step 30: .*step-0"):
         found = m.restore(target)
     assert found is not None
     assert (found.step, target["step"], target["w"][0]) == (20, 20, 20.0)
@@ -242,12 +242,12 @@ def test_nothing_goes_before_the_new_one_is_complete(tmp_path: Path, monkeypatch
 
     def published(store: LocalStore, name: str, *args: Any, **options: Any) -> str:
         out = publish(store, name, *args, **options)
-        events.append(f"publish {os.path.basename(store.url)}/{name}")
+        events.append(f"publish {os.path.relpath(os.path.join(store.url, name), tmp_path)}")
         return out
 
     def deleted(store: LocalStore, name: str) -> None:
         delete(store, name)
-        events.append(f"delete {os.path.basename(store.url)}/{name}")
+        events.append(f"delete {os.path.relpath(os.path.join(store.url, name), tmp_path)}")
 
     monkeypatch.setattr(LocalStore, "publish", published)
     monkeypatch.setattr(LocalStore, "delete", deleted)

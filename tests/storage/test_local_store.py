@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hyper_ckpt.contracts.store import Expect
-from hyper_ckpt.errors import CheckpointReplacedError, FileSizeError, MissingFileError, StoreError
+from hyper_ckpt.errors import CheckpointReplacedError, FileSizeError, MissingFileError, StoreError, UnreadableFileError
 from hyper_ckpt.storage import syscalls
 from hyper_ckpt.storage.local_store import LocalStore
 from hyper_ckpt.storage.names import is_temporary
@@ -241,7 +241,7 @@ class TestErrors:
         ]:
             with pytest.raises(StoreError, match=str(store.url)):
                 call()
-        with pytest.raises(CheckpointReplacedError):
+        with pytest.raises(UnreadableFileError, match="a directory lies there"):
             store.publish("dir", b"2", Expect.ABSENT, sync=False)
         assert store.list() == ["dir/a"]
 
