@@ -98,13 +98,15 @@ class Layouts:
     def own_box(self, value: Any, local: Any) -> Box | None:
         """(offsets, sizes) of this rank's part `local` of a sharded tensor, None if the rank is not in its mesh.
 
+        An empty part may have any shape.
+
         Raises:
             UnsupportedLayoutError: the local tensor has another shape than its layout says.
         """
         sharding = self.of(value)
         if sharding is None or sharding.box is None:
             return None
-        if tuple(local.shape) != sharding.box[1]:
+        if tuple(local.shape) != sharding.box[1] and not (0 in local.shape and 0 in sharding.box[1]):
             raise UnsupportedLayoutError(
                 f"a tensor of shape {sharding.shape} has a part of shape {tuple(local.shape)} on rank {self._own}, but "
                 f"its layout on a mesh of {sharding.layout.mesh.shape} means {sharding.box[1]} there: compile the "

@@ -267,6 +267,17 @@ def test_dtensors():
         tensors.empty(description, value)
 
 
+@pytest.mark.parametrize("part", [(0, 6), (0, 0), (0,)])
+def test_the_shape_of_an_empty_part_does_not_matter(part):
+    local = ms.Tensor(np.ones(part, np.float32))
+    value = FakeDTensor((0, 6), hyper_parallel_layout((2,), (0, -1), range(2)), local=local)
+    tensors = MindSporeTensors(Layouts(range(2), 1), Device())
+    assert tensors.describe(value).shape == (0, 6)
+    (shard,) = tensors.local_shards(value)
+    assert shard.sizes == tensors.host_view(shard).shape == tensors.writable(shard).shape == (0, 6)
+    assert tensors.storage_key(shard) is None
+
+
 class Partial:
     """Of hyper-parallel: placements are known by the names of their classes."""
 

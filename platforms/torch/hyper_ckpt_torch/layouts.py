@@ -94,6 +94,8 @@ class Layouts:
     def own_box(self, value: DTensor, local: torch.Tensor) -> Box | None:
         """(offsets, sizes) of this rank's part `local`, None if the rank is not in the mesh.
 
+        An empty part may have any shape: FSDP over tensor parallelism leaves (0, 0) where the placements mean (5, 0).
+
         Raises:
             UnsupportedLayoutError: the local tensor has another shape than its placements say.
         """
@@ -102,7 +104,7 @@ class Layouts:
         if known.coordinate is None:
             return None
         box = known.own_box(layout, tuple(value.shape))
-        if tuple(local.shape) != box[1]:
+        if tuple(local.shape) != box[1] and not (0 in local.shape and 0 in box[1]):
             raise UnsupportedLayoutError(
                 f"a DTensor of shape {tuple(value.shape)} has a local tensor of shape {tuple(local.shape)} at "
                 f"coordinate {known.coordinate} of its mesh {layout.mesh.shape}, but {value.placements} means "

@@ -73,7 +73,7 @@ class TorchTensors(Tensors):
             return [LocalShard((0,) * value.ndim, tuple(value.shape), value.detach())]
         local = local_tensor(dtensor)
         box = self._layouts.own_box(dtensor, local)
-        return [] if box is None else [LocalShard(*box, local)]
+        return [] if box is None else [LocalShard(*box, local if local.shape == box[1] else local.reshape(box[1]))]
 
     def host_view(self, shard: LocalShard) -> Carrier | None:
         tensor: torch.Tensor = shard.data
