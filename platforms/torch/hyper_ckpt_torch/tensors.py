@@ -25,6 +25,7 @@ from hyper_ckpt.dtypes import BY_NAME, dtype_of
 from hyper_ckpt.errors import TargetError, UnsupportedDtypeError, UnsupportedStateError
 from hyper_ckpt.layout import Replicated
 from hyper_ckpt_torch.devices import current_device
+from hyper_ckpt_torch.kinds import is_hyper_parallel, is_old_sharded
 from hyper_ckpt_torch.layouts import Layouts, as_dtensor, local_tensor
 
 # Older releases of torch lack the youngest dtypes.
@@ -51,20 +52,16 @@ class TorchTensors(Tensors):
         self._layouts = Layouts(global_ranks)
 
     def describe(self, value: Any) -> TensorDescription | None:
-        if not isinstance(value, torch.Tensor):
+        kind: Any = type(value)
+        if not issubclass(kind, torch.Tensor) or _is_elsewhere(kind):
             return None
-        if _is_old_sharded(type(value)):
-            raise UnsupportedStateError(
-                f"torch's old {type(value).__name__} cannot be stored: give FSDP a device_mesh, so that its state has "
-                "DTensors, or use fully_shard"
-            )
         dtensor = as_dtensor(value)
         local = value if dtensor is None else local_tensor(dtensor)
-        _check_storable(local)
+        check_storable(local)
         if dtensor is None:
             return _whole(value.dtype, value.shape, not value.is_meta)
         return TensorDescription(
-            _dtype_name(value.dtype), tuple(value.shape), self._layouts.of(dtensor), not local.is_meta
+            dtype_name(value.dtype), tuple(value.shape), self._layouts.of(dtensor), not local.is_meta
         )
 
     def local_shards(self, value: Any) -> list[LocalShard]:
@@ -117,8 +114,8 @@ class TorchTensors(Tensors):
     def signature(self, value: Any) -> Hashable | None:
         dtensor = as_dtensor(value)
         if dtensor is None:
-            return _signature(value)
-        local = _signature(dtensor._local_tensor)
+            return memory_signature(value)
+        local = memory_signature(dtensor._local_tensor)
         return None if local is None else (type(value), *self._layouts.signature(dtensor), value.shape, local)
 
     def plain(self, value: Any) -> HostTensor | None:
@@ -148,8 +145,8 @@ class TorchTensors(Tensors):
         return view if view is not None else device_samples(shard.data)
 
 
-def _signature(tensor: torch.Tensor) -> Hashable | None:
-    """None for whatever is not plainly a piece of memory."""
+def memory_signature(tensor: torch.Tensor) -> Hashable | None:
+    """The signature of a tensor that is whole here; None for whatever is not plainly a piece of memory."""
     if not _is_dense(tensor) or tensor.is_meta or tensor.is_conj() or tensor.is_neg():
         return None
     memory = (tensor.data_ptr(), tensor.untyped_storage().nbytes(), tensor.device)
@@ -266,18 +263,19 @@ def _form(dtype: torch.dtype, shape: torch.Size, steps: tuple[int, ...]) -> _For
 @functools.lru_cache(maxsize=4096)
 def _whole(dtype: torch.dtype, shape: torch.Size, has_memory: bool) -> TensorDescription:
     """The description of a plain tensor."""
-    return TensorDescription(_dtype_name(dtype), tuple(shape), Replicated(), has_memory)
+    return TensorDescription(dtype_name(dtype), tuple(shape), Replicated(), has_memory)
 
 
 @functools.lru_cache(maxsize=256)
 def _is_ordinary(kind: Any) -> bool:
     """Whether it is a class of tensors that are their elements, whole on this rank."""
-    return issubclass(kind, torch.Tensor) and _has_own_data(kind) and not _is_old_sharded(kind)
+    return issubclass(kind, torch.Tensor) and _has_own_data(kind) and not _is_elsewhere(kind)
 
 
 @functools.lru_cache(maxsize=256)
-def _is_old_sharded(kind: type) -> bool:
-    return kind.__module__.startswith("torch.distributed._shard")
+def _is_elsewhere(kind: Any) -> bool:
+    """Whether other modules of this platform describe tensors of a class."""
+    return is_hyper_parallel(kind) or is_old_sharded(kind)
 
 
 @functools.lru_cache(maxsize=256)
@@ -287,7 +285,12 @@ def _has_own_data(kind: type[torch.Tensor]) -> bool:
     return not lazy and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype.
+
+    Raises:
+        UnsupportedDtypeError: it cannot be stored; says what to do.
+    """
     name = NAMES.get(dtype)
     if name is None:
         short = str(dtype).removeprefix("torch.")
@@ -297,8 +300,12 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
-def _check_storable(tensor: torch.Tensor) -> None:
-    """Refuses tensors whose elements don't lie in memory as their shape and dtype say."""
+def check_storable(tensor: torch.Tensor) -> None:
+    """Refuses tensors whose elements don't lie in memory as their shape and dtype say.
+
+    Raises:
+        UnsupportedStateError: says why.
+    """
     if _is_dense(tensor) and (tensor.is_meta or _lies_in_its_storage(tensor)):
         return
     kind = type(tensor).__qualname__

@@ -136,7 +136,7 @@ def test_fsdp_over_tensor_parallelism(gloo, dp, tp, width):
 
 
 def empty_parts(rank: int, world_size: int, where: str) -> None:
-    """The columns of a row-wise layer, over more ranks than there are pairs of them: FSDP leaves the last one (0, 0)."""
+    """The columns of a row-wise layer over more ranks than there are pairs of them: FSDP leaves the last one (0, 0)."""
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = parallelize_module(nn.Linear(6, 5), mesh["tp"], RowwiseParallel())
