@@ -13,6 +13,7 @@ from hyper_ckpt.contracts.platform import (
     HostTensor,
     LocalShard,
     TensorDescription,
+    TensorParts,
     Tensors,
     sampled_fingerprint,
 )
@@ -42,6 +43,13 @@ class CompositeTensors(Tensors):
                 self._part_of_type[type(value)] = part
                 return description
         return None
+
+    def may_have_parts(self, kind: type) -> bool:
+        return any(part.may_have_parts(kind) for part in self._parts)
+
+    def parts(self, value: Any) -> TensorParts | None:
+        asked = (part.parts(value) for part in self._parts if part.may_have_parts(type(value)))
+        return next(asked, None)
 
     def local_shards(self, value: Any) -> list[LocalShard]:
         if isinstance(value, ShardedTensor):

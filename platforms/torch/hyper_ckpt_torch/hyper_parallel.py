@@ -37,6 +37,9 @@ class HyperParallelTensors(TorchTensors):
         sharding = self._sharding(value)
         return TensorDescription(dtype_name(local.dtype), sharding.shape, sharding.layout, not local.is_meta)
 
+    def may_have_parts(self, kind: type) -> bool:
+        return False
+
     def local_shards(self, value: Any) -> list[LocalShard]:
         local = _local(value)
         box = self._sharding(value).own_box(local.shape, self._own)

@@ -26,6 +26,9 @@ class OldShardedTensors(TorchTensors):
         boxes = tuple((shard.offsets, shard.sizes) for shard in shards)
         return TensorDescription(dtype_name(whole.tensor_properties.dtype), tuple(whole.size), Boxes(boxes), has_memory)
 
+    def may_have_parts(self, kind: type) -> bool:
+        return False
+
     def local_shards(self, value: Any) -> list[LocalShard]:
         found = []
         for shard in value.local_shards():

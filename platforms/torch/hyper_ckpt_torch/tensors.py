@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from hyper_ckpt.contracts.platform import (
     HostTensor,
     LocalShard,
     TensorDescription,
+    TensorParts,
     Tensors,
     sampled_fingerprint,
 )
@@ -25,8 +27,9 @@ from hyper_ckpt.dtypes import BY_NAME, dtype_of
 from hyper_ckpt.errors import TargetError, UnsupportedDtypeError, UnsupportedStateError
 from hyper_ckpt.layout import Replicated
 from hyper_ckpt_torch.devices import current_device
-from hyper_ckpt_torch.kinds import is_hyper_parallel, is_old_sharded
-from hyper_ckpt_torch.layouts import Layouts, as_dtensor, local_tensor
+from hyper_ckpt_torch.kinds import can_be_flattened, has_own_attributes, is_hyper_parallel, is_old_sharded, slots_of
+from hyper_ckpt_torch.layouts import Layouts, as_dtensor, is_dtensor, local_tensor
+from hyper_ckpt_torch.parts import parts_of
 
 # Older releases of torch lack the youngest dtypes.
 _DTYPES: dict[str, torch.dtype] = {name: vars(torch)[name] for name in BY_NAME if name in vars(torch)}
@@ -59,10 +62,18 @@ class TorchTensors(Tensors):
         local = value if dtensor is None else local_tensor(dtensor)
         check_storable(local)
         if dtensor is None:
-            return _whole(value.dtype, value.shape, not value.is_meta)
+            found = _whole(value.dtype, value.shape, not value.is_meta)
+            lost = own_attributes(value)
+            return replace(found, save_refusal=_loses(kind, lost)) if lost else found
         return TensorDescription(
             dtype_name(value.dtype), tuple(value.shape), self._layouts.of(dtensor), not local.is_meta
         )
+
+    def may_have_parts(self, kind: type) -> bool:
+        return can_be_flattened(kind) or is_dtensor(kind)
+
+    def parts(self, value: Any) -> TensorParts | None:
+        return parts_of(value)
 
     def local_shards(self, value: Any) -> list[LocalShard]:
         dtensor = as_dtensor(value)
@@ -150,7 +161,24 @@ def memory_signature(tensor: torch.Tensor) -> Hashable | None:
     if not _is_dense(tensor) or tensor.is_meta or tensor.is_conj() or tensor.is_neg():
         return None
     memory = (tensor.data_ptr(), tensor.untyped_storage().nbytes(), tensor.device)
-    return (type(tensor), tensor.dtype, tensor.shape, tensor.stride(), memory)
+    return (type(tensor), tensor.dtype, tensor.shape, tensor.stride(), memory, *own_attributes(tensor))
+
+
+def own_attributes(tensor: torch.Tensor) -> list[str]:
+    """The names of attributes of a tensor of a class of its own: they are no part of its elements."""
+    kind: Any = type(tensor)
+    if kind is torch.Tensor or kind is torch.nn.Parameter or not has_own_attributes(kind):
+        return []
+    held = [name for name in slots_of(kind) if hasattr(tensor, name)]
+    return [*(name for name in vars(tensor) if name != "_is_param"), *held]
+
+
+def _loses(kind: type, lost: Sequence[str]) -> str:
+    return (
+        f"a {kind.__qualname__} has attributes beside its elements, which would be lost: "
+        f"{', '.join(sorted(lost)[:8])}. Give the class __tensor_flatten__ and __tensor_unflatten__, or save "
+        "value.as_subclass(torch.Tensor) and the attributes by themselves"
+    )
 
 
 def _count_write(tensor: torch.Tensor) -> None:
@@ -269,7 +297,8 @@ def _whole(dtype: torch.dtype, shape: torch.Size, has_memory: bool) -> TensorDes
 @functools.lru_cache(maxsize=256)
 def _is_ordinary(kind: Any) -> bool:
     """Whether it is a class of tensors that are their elements, whole on this rank."""
-    return issubclass(kind, torch.Tensor) and _has_own_data(kind) and not _is_elsewhere(kind)
+    own = issubclass(kind, torch.Tensor) and _has_own_data(kind) and not has_own_attributes(kind)
+    return own and not _is_elsewhere(kind)
 
 
 @functools.lru_cache(maxsize=256)
@@ -324,8 +353,8 @@ def check_storable(tensor: torch.Tensor) -> None:
         raise UnsupportedStateError("a nested tensor cannot be stored: save its unbind(), a list of tensors")
     if not _has_own_data(type(tensor)):
         raise UnsupportedStateError(
-            f"a {kind} is a tensor only from outside, its data is elsewhere: save the plain tensors inside it, or "
-            "register a codec for its type"
+            f"a {kind} is a tensor only from outside, its data is elsewhere: save the plain tensors inside it, or give "
+            "its class __tensor_flatten__ and __tensor_unflatten__"
         )
     raise UnsupportedStateError(
         f"a tensor of shape {tuple(tensor.shape)} has only {tensor.untyped_storage().nbytes()} bytes of memory: it was "
