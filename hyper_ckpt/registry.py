@@ -32,7 +32,7 @@ from hyper_ckpt.errors import (
     UnknownSchemeError,
 )
 from hyper_ckpt.state import BUILTIN
-from hyper_ckpt.state.classes import has_state, is_stateful
+from hyper_ckpt.state.classes import has_state, is_stateful, namespace_of
 from hyper_ckpt.system_errors import refusal, require_files, system_errors
 from hyper_ckpt.values import PerRank, ShardedTensor
 from hyper_ckpt.version import VERSION
@@ -459,6 +459,8 @@ def leaf_types(value: Any, inside: bool = False) -> Iterator[type]:
             below = item.values()
         elif isinstance(item, list | tuple | deque):
             below = item
+        elif namespace_of(type(item)) is not None:
+            below = vars(item).values()
         elif isinstance(item, PerRank):
             below = [item.value]
         elif isinstance(item, ShardedTensor):
@@ -476,7 +478,8 @@ def leaf_types(value: Any, inside: bool = False) -> Iterator[type]:
         seen.add(id(item))
         # Told by their types, of which there are few where tensors are very many.
         kinds = set(map(type, below))
-        leaves = {kind for kind in kinds if not (issubclass(kind, _HOLDERS) or (inside and has_state(kind)))}
+        holders = {kind for kind in kinds if issubclass(kind, _HOLDERS) or namespace_of(kind) is not None}
+        leaves = {kind for kind in kinds - holders if not (inside and has_state(kind))}
         yield from leaves
         if kinds != leaves:
             stack += [each for each in below if type(each) not in leaves]

@@ -31,8 +31,8 @@ class ShardedTensor:
     """A tensor of which this rank holds some boxes, for jobs that shard by hand.
 
     Args:
-        shards: (array, offsets) pairs; an array may be empty. Arrays are numpy arrays or tensors of
-            the platform; offsets count elements of the global tensor, in whatever integers.
+        shards: (array, offsets) pairs. Arrays are numpy arrays or tensors of the platform; offsets count elements of
+            the global tensor, in whatever integers. An array may be empty: its shape and offsets do not matter then.
         global_shape: shape of the whole tensor.
     """
 

@@ -27,7 +27,7 @@ ROWS = [
         "fork_safety",
         "strict_json",
     ],
-    ["layout", "values", "description", "columns", "metadata", "items", "options", "key_maps"],
+    ["layout", "tensor_map", "values", "description", "columns", "metadata", "items", "options", "key_maps"],
     ["receipt", "cells", "manifest", "manifest_writer"],
     ["contracts"],
     ["key_value"],

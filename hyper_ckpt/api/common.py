@@ -25,6 +25,7 @@ from hyper_ckpt.contracts.platform import (
     LocalShard,
     Platform,
     TensorDescription,
+    TensorParts,
     Tensors,
 )
 from hyper_ckpt.engine.in_flight import InFlight
@@ -34,7 +35,7 @@ from hyper_ckpt.errors import ManifestError, PlatformError, UnsupportedStateErro
 from hyper_ckpt.layout import Boxes, MeshLayout, Shard
 from hyper_ckpt.manifest import Manifest
 from hyper_ckpt.registry import registry
-from hyper_ckpt.state import Node, decode_tree
+from hyper_ckpt.state import Node, PartsOf, decode_tree
 from hyper_ckpt.state.tree import KeyedNode
 from hyper_ckpt.state.walk import tensor_names
 
@@ -225,6 +226,12 @@ class RememberedTensors(Tensors):
             self._described[id(value)] = self._inner.describe(value)
         return self._described[id(value)]
 
+    def may_have_parts(self, kind: type) -> bool:
+        return self._inner.may_have_parts(kind)
+
+    def parts(self, value: Any) -> TensorParts | None:
+        return self._inner.parts(value)
+
     def local_shards(self, value: Any) -> list[LocalShard]:
         if id(value) not in self._shards:
             self._shards[id(value)] = self._inner.local_shards(value)
@@ -285,6 +292,11 @@ def form_of(tensors: Tensors) -> Callable[[Any], Form | None]:
         return "sharded" if isinstance(layout, Boxes) else None
 
     return form
+
+
+def parts_of_kind(tensors: Tensors) -> Callable[[type], PartsOf | None]:
+    """What takes tensors of a class apart; None where they are never made of others."""
+    return functools.cache(lambda kind: tensors.parts if tensors.may_have_parts(kind) else None)
 
 
 def state_of(manifest: Manifest) -> Node:

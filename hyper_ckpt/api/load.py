@@ -59,7 +59,7 @@ def load(
 
     Args:
         state_dict: what to load, with targets in place.
-        checkpoint_id: path or URL of the checkpoint.
+        checkpoint_id: path or URL of the checkpoint; `~` and `file://` are understood.
         storage_reader: finds chunks; with `checkpoint_id`, `storage_reader.at(checkpoint_id)` is used.
         planner: decides what is loaded into what; a planner, or the name of one that a plugin announces.
         platform: a Platform or its name; None finds it from the state.

@@ -16,7 +16,7 @@ import numpy as np
 
 from hyper_ckpt import errors
 from hyper_ckpt.agreement import Operation, StoppedError, broadcast_bytes
-from hyper_ckpt.api.common import RememberedTensors, all_tensors, attempt, few, form_of, tensor_test
+from hyper_ckpt.api.common import RememberedTensors, all_tensors, attempt, few, form_of, parts_of_kind, tensor_test
 from hyper_ckpt.api.load_report import LoadReport
 from hyper_ckpt.api.load_warnings import tell
 from hyper_ckpt.api.matching import Match, Matcher, count_votes, refuse_unexpected
@@ -119,6 +119,7 @@ class Loading:
         return flatten(
             state,
             is_tensor=tensor_test(self._tensors),
+            parts_of_kind=parts_of_kind(self._tensors),
             codecs=registry().codecs(),
             allow_pickle=self._call.options.allow_pickle,
             form_of=form_of(self._tensors),

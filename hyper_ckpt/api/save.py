@@ -61,7 +61,7 @@ def save(
 
     Args:
         state_dict: nested dicts, lists and tuples of tensors, `ShardedTensor`, `PerRank` and plain values.
-        checkpoint_id: path or URL of the checkpoint.
+        checkpoint_id: path or URL of the checkpoint; `~` and `file://` are understood.
         storage_writer: decides on files; with `checkpoint_id`, `storage_writer.at(checkpoint_id)` is used.
         planner: decides who writes what; a planner, or the name of one that a plugin announces.
         platform: a Platform or its name; None finds it from the state.

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 import xxhash
 
-from hyper_ckpt.api.common import RememberedTensors, all_tensors, form_of, kept, tensor_test
+from hyper_ckpt.api.common import RememberedTensors, all_tensors, form_of, kept, parts_of_kind, tensor_test
 from hyper_ckpt.api.reporting import Reporter
 from hyper_ckpt.box import offsets_inside
 from hyper_ckpt.columns import Columns, Placed
@@ -165,6 +165,7 @@ class Part:
         flat = flatten(
             state,
             is_tensor=tensor_test(tensors),
+            parts_of_kind=parts_of_kind(tensors),
             codecs=registry().codecs(),
             allow_pickle=self._call.options.allow_pickle,
             to_host=lambda v: to_host(tensors, platform.stager, v),

@@ -33,7 +33,7 @@ def hyper_ckpt_platforms() -> list[PlatformSpec]:
 @hookimpl
 def hyper_ckpt_stores() -> list[StoreSpec]:
     return [
-        StoreSpec(("",), "hyper_ckpt.storage.local_store:LocalStore"),
+        StoreSpec(("", "file"), "hyper_ckpt.storage.local_store:LocalStore"),
         StoreSpec(("memory",), "hyper_ckpt.storage.memory_store:MemoryStore"),
     ]
 

@@ -13,6 +13,7 @@ from hyper_ckpt.contracts.platform import (
     HostTensor,
     LocalShard,
     TensorDescription,
+    TensorParts,
     Tensors,
     sampled_fingerprint,
 )
@@ -42,6 +43,13 @@ class CompositeTensors(Tensors):
                 self._part_of_type[type(value)] = part
                 return description
         return None
+
+    def may_have_parts(self, kind: type) -> bool:
+        return any(part.may_have_parts(kind) for part in self._parts)
+
+    def parts(self, value: Any) -> TensorParts | None:
+        asked = (part.parts(value) for part in self._parts if part.may_have_parts(type(value)))
+        return next(asked, None)
 
     def local_shards(self, value: Any) -> list[LocalShard]:
         if isinstance(value, ShardedTensor):
@@ -115,7 +123,8 @@ class CompositeTensors(Tensors):
                 f"the shards of a ShardedTensor of shape {shape} must be of one kind, dtype and device class, "
                 f"not {sorted({d.dtype for d in inner})} in {sorted({type(s).__qualname__ for s, _ in value.shards})}"
             )
-        boxes = tuple((_ints("offsets", offsets), d.shape) for (_, offsets), d in zip(value.shards, inner, strict=True))
+        pairs = zip(value.shards, inner, strict=True)
+        boxes = tuple((_ints("offsets", offsets), d.shape) for (_, offsets), d in pairs if 0 not in d.shape)
         _check_boxes(shape, boxes)
         return TensorDescription(inner[0].dtype, shape, Boxes(boxes), inner[0].has_memory)
 
@@ -130,7 +139,8 @@ class CompositeTensors(Tensors):
     def _placed(self, value: ShardedTensor) -> Iterator[LocalShard]:
         for data, offsets in value.shards:
             (whole,) = self._part(data).local_shards(data)
-            yield LocalShard(plain_ints(offsets), whole.sizes, whole.data)
+            if 0 not in whole.sizes:
+                yield LocalShard(plain_ints(offsets), whole.sizes, whole.data)
 
 
 def _ints(what: str, values: Sequence[Any]) -> tuple[int, ...]:
@@ -150,13 +160,12 @@ def _check_boxes(shape: tuple[int, ...], boxes: tuple[tuple[tuple[int, ...], tup
             raise UnsupportedLayoutError(
                 f"a shard of shape {box_sizes} at offsets {box_offsets} does not lie inside the global shape {shape}"
             )
-    filled = [box for box in boxes if 0 not in box[1]]
-    offsets = np.array([box[0] for box in filled], np.int64).reshape(len(filled), len(shape))
-    sizes = np.array([box[1] for box in filled], np.int64).reshape(len(filled), len(shape))
-    for i in range(len(filled) - 1):
+    offsets = np.array([box[0] for box in boxes], np.int64).reshape(len(boxes), len(shape))
+    sizes = np.array([box[1] for box in boxes], np.int64).reshape(len(boxes), len(shape))
+    for i in range(len(boxes) - 1):
         common = intersect(offsets[i], sizes[i], offsets[i + 1 :], sizes[i + 1 :])[2]
         if common.any():
-            other = filled[i + 1 + int(common.argmax())]
+            other = boxes[i + 1 + int(common.argmax())]
             raise UnsupportedLayoutError(
-                f"two shards of this rank overlap, (offsets, sizes) {filled[i]} and {other}: give every element once"
+                f"two shards of this rank overlap, (offsets, sizes) {boxes[i]} and {other}: give every element once"
             )

@@ -11,7 +11,7 @@ import click
 
 from hyper_ckpt.cli import exits, text
 from hyper_ckpt.cli.changes import clean_command, copy_command, remove_command
-from hyper_ckpt.cli.options import debug_option, json_option
+from hyper_ckpt.cli.options import HomePath, debug_option, json_option
 from hyper_ckpt.text import size
 from hyper_ckpt.version import VERSION
 
@@ -134,7 +134,7 @@ def plugins_command(as_json: bool) -> None:
     multiple=True,
     help="Leave out a check, or a part of the suite, for this reason. May be given several times.",
 )
-@click.option("--report", metavar="FILE", type=click.Path(dir_okay=False, writable=True), help="Also write JSON here.")
+@click.option("--report", metavar="FILE", type=HomePath(dir_okay=False, writable=True), help="Also write JSON here.")
 @click.option(
     "--limit",
     metavar="SECONDS",
@@ -169,7 +169,7 @@ def conformance_command(
 
 
 @cli.command("bench")
-@click.argument("path", type=click.Path(exists=True, file_okay=False))
+@click.argument("path", type=HomePath(exists=True, file_okay=False))
 @click.option("--mib", type=click.IntRange(16), default=256, show_default=True, help="Size of the state that is saved.")
 @click.option("--repetitions", type=click.IntRange(1), default=5, show_default=True, help="How often each is timed.")
 @json_option

@@ -28,6 +28,7 @@ from hyper_ckpt.state.tree import (
     KeyedNode,
     ListNode,
     NamedTupleNode,
+    NamespaceNode,
     Node,
     OrderedDictNode,
     PerRankNode,
@@ -138,6 +139,11 @@ def _keyed(node: KeyedNode) -> str:
     return f"{{{', '.join(f'{k}: {_text(v)}' for k, v in zip(keys, node.v, strict=True))}}}"
 
 
+def _namespace(node: NamespaceNode) -> str:
+    kind = "SimpleNamespace" if node.of == "types" else "Namespace"
+    return f"{kind}({', '.join(f'{k}={_text(v)}' for k, v in zip(node.k, node.v, strict=True))})"
+
+
 def _sequence(left: str, right: str) -> Callable[[Any], str]:
     return lambda node: f"{left}{', '.join(map(_text, node.v))}{',' * (left == '(' and len(node.v) == 1)}{right}"
 
@@ -191,6 +197,7 @@ _WRITERS: dict[type, Callable[[Any], str]] = {
     TupleNode: _sequence("(", ")"),
     **dict.fromkeys((DictNode, OrderedDictNode, CounterNode, DefaultDictNode), _keyed),
     NamedTupleNode: _namedtuple,
+    NamespaceNode: _namespace,
     EnumNode: lambda node: f"{node.name}.{node.member}",
     CodecNode: _codec,
     PickleNode: lambda node: f"<pickle, {size(len(node.v))}>",

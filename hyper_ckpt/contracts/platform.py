@@ -43,12 +43,14 @@ class TensorDescription:
 
     `dtype` is a name of `hyper_ckpt.dtypes`; `shape` the global shape. `has_memory` is False for a
     target that is only a description (torch's meta device): a load replaces it by `Tensors.empty`.
+    `save_refusal` says why a save refuses a tensor that a load can fill: what would be lost, and what to do.
     """
 
     dtype: str
     shape: tuple[int, ...]
     layout: Layout
     has_memory: bool = True
+    save_refusal: str | None = None
 
 
 class HostTensor(NamedTuple):
@@ -66,6 +68,24 @@ class LocalShard(msgspec.Struct, frozen=True, eq=False):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     data: Any
+
+
+@dataclass(frozen=True, eq=False)
+class TensorParts:
+    """What a tensor that is made of other tensors is made of.
+
+    Args:
+        inner: these tensors, by name; they may be made of others themselves.
+        kind: the name of its class, "package.module.Class".
+        context: what it says of itself besides: plain values. They are saved, and a load compares them with the
+            target's; they are never used to make anything.
+        rebuild: makes a tensor of the same class and context of other inner tensors, by name.
+    """
+
+    inner: Mapping[str, Any]
+    kind: str
+    context: Any
+    rebuild: Callable[[Mapping[str, Any]], Any]
 
 
 class KeyValueStore(ABC):
@@ -195,6 +215,20 @@ class Tensors(ABC):
         Raises:
             UnsupportedStateError: it is a tensor, but of a kind that cannot be stored (why is in the message).
         """
+
+    def may_have_parts(self, kind: type) -> bool:
+        """Whether tensors of a class may be made of others, so that `parts` is to be asked. Asked once for each class
+        and save or load. Inherited: False."""
+        return False
+
+    def parts(self, value: Any) -> TensorParts | None:
+        """The tensors that a tensor is made of, which are saved and filled in its stead, under its name and theirs.
+        None (inherited): it is stored as it is. Like `describe` it must not talk to other ranks.
+
+        Raises:
+            UnsupportedStateError: it is made of others, but cannot be taken apart.
+        """
+        return None
 
     @abstractmethod
     def local_shards(self, value: Any) -> list[LocalShard]:

@@ -114,6 +114,8 @@ def _describe(
     for number, (name, description) in enumerate(zip(names, describe_all(tensors, context), strict=True)):
         if saving and not description.has_memory:
             raise UnsupportedStateError(f"{name!r} is only described (on the meta device) and holds nothing to save")
+        if saving and description.save_refusal is not None:
+            raise UnsupportedStateError(f"{name!r}: {description.save_refusal}")
         records.append(builder.record(name, description.dtype, description.shape, description.layout))
         if isinstance(description.layout, Boxes):
             boxes += [(number, offsets, sizes) for offsets, sizes in description.layout.boxes]

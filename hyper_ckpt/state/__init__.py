@@ -10,7 +10,8 @@ from hyper_ckpt.state.check import check_tree, decode_tree
 from hyper_ckpt.state.codecs import BUILTIN
 from hyper_ckpt.state.compare import Difference, compare, leaves
 from hyper_ckpt.state.digests import canonical, skeleton, values_digest
-from hyper_ckpt.state.flatten import FlatState, ToHost, flatten
+from hyper_ckpt.state.flat_state import FlatState, PartsOf, ToHost
+from hyper_ckpt.state.flatten import flatten
 from hyper_ckpt.state.groups import fit_groups, groups_advice
 from hyper_ckpt.state.merge import Conflict, Selection, Whose, merge, select
 from hyper_ckpt.state.names import escape_key, join, parse_key
@@ -30,6 +31,7 @@ __all__ = [
     "Loaded",
     "MakeTensor",
     "Node",
+    "PartsOf",
     "Place",
     "Restore",
     "Selection",

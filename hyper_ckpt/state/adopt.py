@@ -9,13 +9,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from hyper_ckpt.errors import ContainerMismatchError, TargetError
 from hyper_ckpt.state.ask import Substate
-from hyper_ckpt.state.flatten import FlatState
+from hyper_ckpt.state.flat_state import FlatState
 from hyper_ckpt.state.names import parse_key
+from hyper_ckpt.state.parts import differing_parts
 from hyper_ckpt.state.tree import (
     KeyedNode,
     NamedTupleNode,
     Node,
+    PartsNode,
     SequenceNode,
     StatefulNode,
     TensorNode,
@@ -128,6 +131,8 @@ class _Adoption:
             return self._object(target, saved, name)
         if isinstance(saved, StatefulNode):
             return StatefulNode(self._taken(saved.v, target, place, name))
+        if isinstance(saved, PartsNode):
+            return self._composed(saved, target, name)
         if isinstance(saved, TensorNode):
             self.places[name] = place._replace(node=saved)
             if name in self._flat.tensors:
@@ -146,6 +151,21 @@ class _Adoption:
         absent = {at.removeprefix(f"{name}/"): item for at, item in own.items() if at in self._near}
         absent = {part: item for part, item in absent.items() if part not in saved.k}
         return with_items(saved, [*items, *absent.values()], (*saved.k, *absent))
+
+    def _composed(self, saved: PartsNode, target: Node, name: str) -> Node:
+        """The object's own tensor that is made of others: one that it lacks cannot be made of a class that a checkpoint
+        names."""
+        if not isinstance(target, PartsNode):
+            raise TargetError(
+                f"{name!r} was saved as a tensor of class {saved.kind}, which a load fills, but never makes: give the "
+                "object such a tensor first (an optimizer has its moments after a step)"
+            )
+        found = differing_parts(target, saved)
+        if found is not None:
+            text = f"{name!r}: the object and the checkpoint have tensors of different kinds: {found}"
+            raise ContainerMismatchError(f"{text}. Nothing was loaded: make the object's as it was saved", [text])
+        self.tensors |= {each: self._flat.tensors[each] for each in tensors_below(target, name)}
+        return target
 
 
 _TENSOR = TensorNode()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hyper_ckpt.errors import UnsupportedStateError
-from hyper_ckpt.state.classes import has_state, is_namedtuple, is_stateful
+from hyper_ckpt.state.classes import has_state, is_namedtuple, is_stateful, namespace_of
 from hyper_ckpt.state.names import escape_keys, join_all, shown
 from hyper_ckpt.state.tree import MAX_DEPTH
 from hyper_ckpt.values import PerRank
@@ -53,7 +53,7 @@ class Asker:
         if not below or id(value) in self._around or len(self._around) > MAX_DEPTH:
             return
         kinds = set(map(type, below))
-        if not any(issubclass(kind, _HOLDERS) or has_state(kind) for kind in kinds):
+        if not any(map(_may_hold, kinds)):
             return  # told by types, of which there are few where values are very many
         self._around.add(id(value))
         for at, item in zip(_names(value, name), below, strict=True):
@@ -81,13 +81,21 @@ def in_order(name: str | None) -> list[str]:
 _HOLDERS = (Mapping, list, tuple, deque, PerRank)
 
 
+def _may_hold(kind: type) -> bool:
+    return issubclass(kind, _HOLDERS) or has_state(kind) or namespace_of(kind) is not None
+
+
 def _below(value: Any) -> Collection[Any]:
+    if namespace_of(type(value)) is not None:
+        value = vars(value)
     if isinstance(value, Mapping):
         return value.values()
     return value if isinstance(value, list | tuple | deque) else ()
 
 
 def _names(value: Any, name: str | None) -> Sequence[str]:
+    if namespace_of(type(value)) is not None:
+        value = vars(value)
     if isinstance(value, Mapping):
         parts: Sequence[str] = escape_keys(value, name)
     else:

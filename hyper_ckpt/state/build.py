@@ -13,7 +13,7 @@ import xxhash
 from hyper_ckpt.contracts.codec import Codec
 from hyper_ckpt.errors import DigestError, ManifestError
 from hyper_ckpt.state.check import decode_tree
-from hyper_ckpt.state.classes import find_member, namedtuple_class
+from hyper_ckpt.state.classes import find_member, make_namespace, namedtuple_class
 from hyper_ckpt.state.codec_table import CodecTable
 from hyper_ckpt.state.codecs import BUILTIN
 from hyper_ckpt.state.flatten import FACTORIES
@@ -36,8 +36,10 @@ from hyper_ckpt.state.tree import (
     KeyedNode,
     ListNode,
     NamedTupleNode,
+    NamespaceNode,
     Node,
     OrderedDictNode,
+    PartsNode,
     PerRankNode,
     PickleNode,
     RangeNode,
@@ -161,19 +163,25 @@ class Builder:
         ]
 
 
-def keyed_value(node: KeyedNode, items: Iterable[Any]) -> dict[Any, Any]:
-    """The kind of dict that a node stands for, with these values."""
-    keys = [*map(parse_key, node.k)]
-    _refuse_collisions(keys)
-    made = dict(zip(keys, items, strict=True))
-    if len(made) < len(node.k):
-        raise ManifestError("a dict of the saved state has two keys that are equal, like 1 and true")
+def keyed_value(node: KeyedNode, items: Iterable[Any]) -> Any:
+    """The kind of dict, or namespace, that a node stands for, with these values."""
+    made = dict_value(node, items)
     if isinstance(node, OrderedDictNode):
         return OrderedDict(made)
     if isinstance(node, CounterNode):
         return Counter(made)
     if isinstance(node, DefaultDictNode):
         return defaultdict(_FACTORY[node.factory], made)
+    return make_namespace(node.of, made) if isinstance(node, NamespaceNode) else made
+
+
+def dict_value(node: KeyedNode, items: Iterable[Any]) -> dict[Any, Any]:
+    """These values under the keys of a node."""
+    keys = [*map(parse_key, node.k)]
+    _refuse_collisions(keys)
+    made = dict(zip(keys, items, strict=True))
+    if len(made) < len(node.k):
+        raise ManifestError("a dict of the saved state has two keys that are equal, like 1 and true")
     return made
 
 
@@ -225,7 +233,7 @@ def _sequence(builder: Builder, node: SequenceNode, name: str | None) -> Any:
 _FACTORY: dict[str | None, Callable[[], Any] | None] = {None: None, **{name: cls for cls, name in FACTORIES.items()}}
 
 _MAKERS: dict[type, Callable[[Builder, Any, str | None], Any]] = {
-    **dict.fromkeys((DictNode, OrderedDictNode, CounterNode, DefaultDictNode), _keyed),
+    **dict.fromkeys((DictNode, OrderedDictNode, CounterNode, DefaultDictNode, NamespaceNode, PartsNode), _keyed),
     **dict.fromkeys((ListNode, TupleNode, NamedTupleNode, DequeNode), _sequence),
     SetNode: lambda builder, node, name: set(_hashable(builder, node, name)),
     FrozenSetNode: lambda builder, node, name: frozenset(_hashable(builder, node, name)),

@@ -20,6 +20,7 @@ from hyper_ckpt.state.tree import (
     KeyedNode,
     NamedTupleNode,
     Node,
+    PartsNode,
     PerRankNode,
     RanksNode,
     RawNode,
@@ -30,6 +31,7 @@ from hyper_ckpt.state.tree import (
     TensorNode,
     children,
     encode_tree,
+    is_plain,
 )
 from hyper_ckpt.strict_json import refuse_duplicates
 
@@ -73,6 +75,10 @@ def _check(node: Node, name: str | None, payload: bool, depth: int, of_ranks: bo
     _require(depth <= MAX_DEPTH, name, f"more than {MAX_DEPTH} containers inside each other")
     if isinstance(node, KeyedNode):
         _check_keys(node, name)
+        if isinstance(node, PartsNode):
+            _require(not payload, name, "a tensor made of others inside of a payload")
+            _check(node.context, name, True, depth)
+            _require(is_plain(node.context), name, "a tensor where only plain values can be")
     elif isinstance(node, NamedTupleNode):
         fields = len(set(node.fields))
         _require(fields == len(node.fields) == len(node.v), name, "fields and values of a namedtuple differ in number")

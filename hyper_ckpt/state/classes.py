@@ -7,7 +7,8 @@ import functools
 import operator
 import sys
 from collections import namedtuple
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 from hyper_ckpt.errors import ManifestError, UnsupportedTypeError
 
@@ -73,6 +74,41 @@ def _fields(cls: type[Any]) -> tuple[str, ...] | None:
     fields = getattr(cls, "_fields", None)
     is_fields = isinstance(fields, tuple) and all(type(field) is str for field in fields)
     return fields if is_fields else None
+
+
+def namespace_of(kind: type) -> Literal["argparse", "types"] | None:
+    """Which class of namespaces this is, if it is one; a class derived from one is not."""
+    if kind is SimpleNamespace:
+        return "types"
+    argparse = sys.modules.get("argparse")
+    return "argparse" if argparse is not None and kind is argparse.Namespace else None
+
+
+def make_namespace(of: Literal["argparse", "types"], attributes: dict[Any, Any]) -> Any:
+    """A namespace.
+
+    Raises:
+        ManifestError: what stands for an attribute's name is no string.
+    """
+    if not all(type(name) is str for name in attributes):
+        raise ManifestError("a namespace of the saved state has an attribute whose name is no string")
+    if of == "types":
+        return SimpleNamespace(**attributes)
+    from argparse import Namespace  # only programs that have one pay for it
+
+    made = Namespace()
+    vars(made).update(attributes)
+    return made
+
+
+def is_bare_sequence(value: Any) -> bool:
+    """Whether all that an instance of a class derived from list or tuple holds are its items."""
+    if not isinstance(value, list | tuple):
+        return False
+    kind = type(value)
+    # Those of C may hold more than their items: time.struct_time has a time zone.
+    extra = hasattr(kind, "n_sequence_fields") or any(vars(each).get("__slots__") for each in kind.__mro__)
+    return not extra and not getattr(value, "__dict__", None)
 
 
 def member_name(value: enum.Enum) -> str:

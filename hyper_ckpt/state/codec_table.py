@@ -35,6 +35,10 @@ class CodecTable:
             if self._by_type.setdefault(codec.type, codec) is not codec:
                 raise PluginError(f"codecs {self._by_type[codec.type].name!r} and {codec.name!r} store the same type")
 
+    def without_pickle(self) -> CodecTable:
+        """The same codecs, where pickling is not allowed."""
+        return CodecTable([*self._by_name.values()], allow_pickle=False)
+
     def find(self, cls: type) -> Codec | None:
         """The codec of exactly this type, else that of the nearest base whose codec takes subclasses."""
         for base in cls.__mro__:

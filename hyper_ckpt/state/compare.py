@@ -9,10 +9,12 @@ from typing import Literal
 import msgspec
 
 from hyper_ckpt.state.names import shown
+from hyper_ckpt.state.parts import differing_parts
 from hyper_ckpt.state.tree import (
     KeyedNode,
     NamedTupleNode,
     Node,
+    PartsNode,
     PerRankNode,
     SequenceNode,
     TensorNode,
@@ -99,6 +101,11 @@ def _is_value(node: Node) -> bool:
 
 def _misfit(target: Node, saved: Node) -> str | None:
     """Why one can't be loaded into the other, in words; None if it can."""
+    if isinstance(target, PartsNode) and isinstance(saved, PartsNode):
+        found = differing_parts(target, saved)
+        return None if found is None else f"the target and the checkpoint have tensors of different kinds: {found}"
+    if isinstance(target, PartsNode):  # the other way round the target is a dict of the parts, to be filled by hand
+        return _unlike(target, saved)
     for special in (TensorNode, PerRankNode):
         if isinstance(target, special) or isinstance(saved, special):
             fits = isinstance(target, special) and isinstance(saved, special)
@@ -123,5 +130,7 @@ def _described(node: Node) -> str:
         return "a tensor"
     if isinstance(node, PerRankNode):
         return "a PerRank"
+    if isinstance(node, PartsNode):
+        return f"a tensor of class {node.kind}"
     kind = kind_of(node)
     return "a plain value" if kind is None else f"a {'collections.OrderedDict' if kind == 'odict' else kind}"

@@ -12,6 +12,7 @@ from hyper_ckpt.state.tree import (
     KeyedNode,
     NamedTupleNode,
     Node,
+    PartsNode,
     PerRankNode,
     RanksNode,
     SequenceNode,
@@ -68,11 +69,13 @@ def _skeleton(node: Node) -> _Skeleton:
     if not isinstance(node, KeyedNode | SequenceNode):
         return _PLAIN
     inner = [_skeleton(item) for item in node.v]
-    if all(item == _PLAIN for item in inner):
+    if all(item == _PLAIN for item in inner) and not isinstance(node, PartsNode):
         return _PLAIN
     head: list[_Skeleton] = [kind_of(node) or ""]
     if isinstance(node, NamedTupleNode):
         head.append([node.module, node.name, *node.fields])
+    if isinstance(node, PartsNode):
+        head.append([node.kind, encode_tree(canonical(node.context)).decode()])
     if isinstance(node, KeyedNode):
         pairs = sorted(zip(node.k, inner, strict=True), key=lambda pair: pair[0])
         return [*head, *([key, item] for key, item in pairs)]

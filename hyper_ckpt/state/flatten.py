@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from hyper_ckpt.contracts.codec import Codec
 from hyper_ckpt.contracts.objects import Form
+from hyper_ckpt.contracts.platform import TensorParts
 from hyper_ckpt.errors import UnsupportedStateError, UnsupportedTypeError
 from hyper_ckpt.state.ask import Asker, Substate, state_of
 from hyper_ckpt.state.blobs import take_blobs
-from hyper_ckpt.state.classes import is_namedtuple, is_stateful, member_name
+from hyper_ckpt.state.classes import is_bare_sequence, is_namedtuple, is_stateful, member_name, namespace_of
 from hyper_ckpt.state.codec_table import CodecTable
 from hyper_ckpt.state.codecs import BUILTIN
+from hyper_ckpt.state.flat_state import Composed, FlatState, Given, PartsOf, ToHost
 from hyper_ckpt.state.names import escape_keys, join, join_all, shown
 from hyper_ckpt.state.scalars import SCALARS
 from hyper_ckpt.state.tree import (
@@ -30,8 +31,10 @@ from hyper_ckpt.state.tree import (
     KeyedNode,
     ListNode,
     NamedTupleNode,
+    NamespaceNode,
     Node,
     OrderedDictNode,
+    PartsNode,
     PerRankNode,
     RawNode,
     SetNode,
@@ -44,9 +47,6 @@ from hyper_ckpt.state.tree import (
 )
 from hyper_ckpt.values import PerRank
 
-ToHost = Callable[[Any], tuple[str, tuple[int, ...], bytes]]
-"""A tensor as the name of its dtype, its shape, and its little-endian row-major bytes."""
-
 FACTORIES: dict[type, Factory] = {
     list: "list", dict: "dict", int: "int", float: "float", set: "set", str: "str", tuple: "tuple", bool: "bool",
 }  # fmt: skip
@@ -55,31 +55,12 @@ FACTORIES: dict[type, Factory] = {
 _TENSOR = TensorNode()
 _TENSORS: dict[Form | None, TensorNode] = {None: _TENSOR} | {form: TensorNode(form) for form in get_args(Form)}
 
-Given = Mapping[str | None, Substate]
-"""By name, the objects that were asked for their states."""
-
-
-@dataclass(frozen=True, eq=False)
-class FlatState:
-    """A state taken apart. Everything is keyed by name, in the order in which it was met.
-
-    `root` is the given state itself and the values of `tensors` its own tensors: nothing is copied. `whole` names what
-    takes the saved state as it was saved: see `adopt`.
-    """
-
-    root: Mapping[Any, Any]
-    tree: Node
-    tensors: dict[str, Any]
-    payloads: dict[str, bytes]
-    blobs: dict[str, bytes]
-    substates: dict[str, Substate]
-    whole: frozenset[str] = frozenset()
-
 
 def flatten(
     state: Mapping[Any, Any],
     *,
     is_tensor: Callable[[Any], bool],
+    parts_of_kind: Callable[[type], PartsOf | None] = lambda _: None,
     codecs: Sequence[Codec] = BUILTIN,
     allow_pickle: bool = False,
     to_host: ToHost | None = None,
@@ -89,6 +70,7 @@ def flatten(
 
     Args:
         is_tensor: whether a value is a tensor; asked of values that are no plain Python values.
+        parts_of_kind: for a class of tensors, what takes one apart that is made of others; None: none of them is.
         allow_pickle: pickle what no codec knows.
         to_host: reads a tensor inside a `PerRank`. None for the target of a load: what its `PerRank`s hold
             is then not looked at, and `payloads` stays empty.
@@ -103,23 +85,31 @@ def flatten(
         )
     table = CodecTable(codecs, allow_pickle=allow_pickle)
     asker = Asker(lambda value: _is_object(value, is_tensor, table), payloads=to_host is not None)
-    walk = _StateWalk(is_tensor, table, asker.given, to_host, form_of)
+    walk = _StateWalk(_Tests(is_tensor, parts_of_kind, table, asker.given), to_host, form_of)
     try:
         asker.ask(state, None)
         tree = walk.node(state, None) if type(state) in _KEYED else walk.mapping(state, None)
     except RecursionError as error:
         raise UnsupportedStateError("the state is nested too deeply for the stack that is left") from error
     tree, blobs = take_blobs(tree)
-    return FlatState(state, tree, walk.tensors, walk.payloads, blobs, walk.substates)
+    return FlatState(state, tree, walk.tensors, walk.payloads, blobs, walk.substates, walk.composed_tensors)
+
+
+class _Tests(NamedTuple):
+    """What tells kinds of values apart, see `flatten`."""
+
+    is_tensor: Callable[[Any], bool]
+    parts_of_kind: Callable[[type], PartsOf | None]
+    codecs: CodecTable
+    given: Given
 
 
 class _Walk:
     """Makes nodes of values. What tensors, `PerRank`s and objects become is up to where the values stand."""
 
-    def __init__(self, is_tensor: Callable[[Any], bool], codecs: CodecTable, given: Given) -> None:
-        self._is_tensor = is_tensor
-        self._codecs = codecs
-        self._given = given
+    def __init__(self, tests: _Tests) -> None:
+        self._tests = tests
+        self._is_tensor, self._codecs, self._given = tests.is_tensor, tests.codecs, tests.given
         # Ids of the containers around the current value: finds cycles, and says how deep it is.
         self._around: set[int] = set()
 
@@ -138,11 +128,20 @@ class _Walk:
         decides."""
         examples = {type(value): value for value in values}
         if all(k not in SCALARS and k not in _CONTAINERS and self._is_tensor(v) for k, v in examples.items()):
-            return [self.tensor(value, name) for value, name in zip(values, names, strict=True)]
+            plain = not any(map(self._tests.parts_of_kind, examples))
+            node = self.tensor if plain else self._tensor_or_parts
+            return [node(value, name) for value, name in zip(values, names, strict=True)]
         return [self.node(value, name) for value, name in zip(values, names, strict=True)]
 
     def tensor(self, value: Any, name: str | None) -> Node:
         raise NotImplementedError
+
+    def composed(self, value: Any, parts: TensorParts, name: str | None) -> Node:
+        """The node of a tensor that is made of others."""
+        raise UnsupportedStateError(
+            f"{shown(name)}: a {parts.kind} is made of other tensors, and what stands here is made anew by a load, "
+            "which never makes a class that a checkpoint names: store its inner tensors"
+        )
 
     def per_rank(self, value: PerRank, name: str | None) -> Node:
         raise NotImplementedError
@@ -155,9 +154,20 @@ class _Walk:
         given = self._given.get(name)
         return given.state if given is not None and given.object is value else state_of(value, name)
 
+    def _tensor_or_parts(self, value: Any, name: str | None) -> Node:
+        parts_of = self._tests.parts_of_kind(type(value))
+        try:
+            parts = parts_of(value) if parts_of is not None else None
+        except UnsupportedStateError as error:
+            raise type(error)(f"{shown(name)}: {error}") from error
+        if parts is None:
+            return self.tensor(value, name)
+        with _Inside(self._around, value, name):
+            return self.composed(value, parts, name)
+
     def _other(self, value: Any, name: str | None) -> Node:
         if self._is_tensor(value):
-            return self.tensor(value, name)
+            return self._tensor_or_parts(value, name)
         if isinstance(value, PerRank):
             return self.per_rank(value, name)
         codec = self._codecs.find(type(value))
@@ -171,6 +181,10 @@ class _Walk:
             make = self.stateful
         elif isinstance(value, Mapping):
             make = self.mapping
+        elif namespace_of(type(value)) is not None:
+            make = self.namespace
+        elif is_bare_sequence(value):
+            make = self.sequence
         else:
             return self._codecs.pickle(value, name)
         with _Inside(self._around, value, name):
@@ -186,9 +200,19 @@ class _Walk:
         """The node of a mapping of a class that is not known by name: a dict's."""
         return _of_keyed(DictNode)(self, dict(value), name)
 
+    def namespace(self, value: Any, name: str | None) -> Node:
+        """The node of a namespace's attributes."""
+        of, keyed = namespace_of(type(value)), _of_keyed(DictNode)(self, vars(value), name)
+        assert of is not None and isinstance(keyed, KeyedNode)  # noqa: PT018  # no test
+        return NamespaceNode(keyed.k, keyed.v, of)
+
+    def sequence(self, value: Any, name: str | None) -> Node:
+        """The node of a list or tuple of a class of its own: a list's or tuple's."""
+        return _CONTAINERS[tuple if isinstance(value, tuple) else list](self, value, name)
+
     def sorted_items(self, value: set[Any] | frozenset[Any], name: str | None) -> tuple[Node, ...]:
         """Items of a set in an order that depends only on what they are."""
-        walk = _ItemWalk(self._is_tensor, self._codecs, {})
+        walk = _ItemWalk(self._tests._replace(given={}))
         walk._around = self._around
         return tuple(sorted((walk.node(item, name) for item in value), key=encode_tree))
 
@@ -196,28 +220,40 @@ class _Walk:
 class _StateWalk(_Walk):
     """Values of the state: tensors are noted and stored by themselves."""
 
-    def __init__(
-        self,
-        is_tensor: Callable[[Any], bool],
-        codecs: CodecTable,
-        given: Given,
-        to_host: ToHost | None,
-        form_of: Callable[[Any], Form | None],
-    ) -> None:
-        super().__init__(is_tensor, codecs, given)
+    def __init__(self, tests: _Tests, to_host: ToHost | None, form_of: Callable[[Any], Form | None]) -> None:
+        super().__init__(tests)
         self._to_host, self._form_of = to_host, form_of
         self._owners = 0  # objects whose states the current value is in
         self.tensors: dict[str, Any] = {}
         self.payloads: dict[str, bytes] = {}
         self.substates: dict[str, Substate] = {}
+        self.composed_tensors: dict[str, Composed] = {}
 
     def tensor(self, value: Any, name: str | None) -> Node:
         self.tensors[_named(name)] = value
         return _TENSORS[self._form_of(value)] if self._owners else _TENSOR
 
+    def composed(self, value: Any, parts: TensorParts, name: str | None) -> Node:
+        self.composed_tensors[_named(name)] = Composed(value, parts)
+        keys = escape_keys(parts.inner, name)
+        inner = [
+            self._tensor_or_parts(each, at) for each, at in zip(parts.inner.values(), join_all(name, keys), strict=True)
+        ]
+        return PartsNode(keys, tuple(inner), parts.kind, self._context(parts, name))
+
+    def _context(self, parts: TensorParts, name: str | None) -> Node:
+        codecs = self._codecs.without_pickle()  # a pickle cannot be compared
+        try:
+            return _ContextWalk(self._tests._replace(codecs=codecs)).node(parts.context, "context")
+        except UnsupportedStateError as error:
+            raise type(error)(
+                f"{shown(name)}: what a {parts.kind} says of itself beside its inner tensors cannot be stored: "
+                f"{error}. Or store the inner tensors by themselves"
+            ) from error
+
     def per_rank(self, value: PerRank, name: str | None) -> Node:
         if self._to_host is not None:
-            walk = _PayloadWalk(self._is_tensor, self._codecs, self._given, self._to_host)
+            walk = _PayloadWalk(self._tests, self._to_host)
             self.payloads[_named(name)] = encode_tree(walk.node(value.value, name))
         return PerRankNode()
 
@@ -233,8 +269,8 @@ class _StateWalk(_Walk):
 class _PayloadWalk(_Walk):
     """Values inside a `PerRank`: tensors are stored by value."""
 
-    def __init__(self, is_tensor: Callable[[Any], bool], codecs: CodecTable, given: Given, to_host: ToHost) -> None:
-        super().__init__(is_tensor, codecs, given)
+    def __init__(self, tests: _Tests, to_host: ToHost) -> None:
+        super().__init__(tests)
         self._to_host = to_host
 
     def tensor(self, value: Any, name: str | None) -> Node:
@@ -258,6 +294,21 @@ class _ItemWalk(_Walk):
 
     def mapping(self, value: Mapping[Any, Any], name: str | None) -> Node:
         raise UnsupportedStateError(f"{shown(name)}: a mapping in a set; use a list or a dict")
+
+
+class _ContextWalk(_ItemWalk):
+    """What a tensor that is made of others says of itself: plain values only."""
+
+    def tensor(self, value: Any, name: str | None) -> Node:
+        raise UnsupportedStateError("it has a tensor")
+
+    def per_rank(self, value: PerRank, name: str | None) -> Node:
+        raise UnsupportedStateError("it has a PerRank")
+
+    def stateful(self, value: Any, name: str | None) -> Node:
+        raise UnsupportedStateError("it has an object with a state_dict")
+
+    mapping = _Walk.mapping
 
 
 class _Inside:

@@ -11,13 +11,16 @@ import msgspec
 from hyper_ckpt.state.digests import canonical
 from hyper_ckpt.state.groups import is_groups, join_groups
 from hyper_ckpt.state.names import join
+from hyper_ckpt.state.parts import differing_parts
 from hyper_ckpt.state.tree import (
     BlobNode,
     DefaultDictNode,
     DequeNode,
     KeyedNode,
     NamedTupleNode,
+    NamespaceNode,
     Node,
+    PartsNode,
     PerRankNode,
     RanksNode,
     SequenceNode,
@@ -122,6 +125,10 @@ def _alike(one: KeyedNode | SequenceNode, other: Node) -> bool:
         return False
     if isinstance(one, NamedTupleNode) and isinstance(other, NamedTupleNode):
         return (one.module, one.name, one.fields) == (other.module, other.name, other.fields)
+    if isinstance(one, NamespaceNode) and isinstance(other, NamespaceNode):
+        return one.of == other.of
+    if isinstance(one, PartsNode) and isinstance(other, PartsNode):
+        return differing_parts(one, other) is None
     return isinstance(one, KeyedNode) or (isinstance(other, SequenceNode) and len(one.v) == len(other.v))
 
 

@@ -6,7 +6,17 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from hyper_ckpt.state.names import join
-from hyper_ckpt.state.tree import KeyedNode, Node, SequenceNode, StatefulNode, children, unwrap, with_items
+from hyper_ckpt.state.tree import (
+    DictNode,
+    KeyedNode,
+    Node,
+    PartsNode,
+    SequenceNode,
+    StatefulNode,
+    children,
+    unwrap,
+    with_items,
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,7 @@ class _Renamer:
         whole: Collection[str],
     ) -> None:
         self._saved, self._leaves, self._source_of, self._whole = saved, leaves, source_of, whole
+        self._composed = _composed(saved)
         self.moved: dict[str, str] = {}
         self.objects: dict[str, str] = {}
         self.direct: set[str] = set()
@@ -82,7 +93,17 @@ class _Renamer:
                 known.pop(key, None)
         if saved is None and not known:
             return None
-        return with_items(saved if saved is not None else target, known.values(), tuple(known))
+        like = saved if saved is not None else self._source_kind(target, name)
+        return with_items(like, known.values(), tuple(known))
+
+    def _source_kind(self, target: KeyedNode, name: str | None) -> KeyedNode:
+        """The kind of a container that was not saved here: the target's. But of a tensor that is made of others, the
+        one that its parts came from says what it is; if they came from elsewhere, they are only a dict."""
+        if not isinstance(target, PartsNode):
+            return target
+        sources = {self.moved.get(child, child).rpartition("/")[0] for child, _ in children(target, name)}
+        found = self._composed.get(sources.pop()) if len(sources) == 1 else None
+        return found if found is not None else DictNode((), ())
 
     def _object(self, target: Node, name: str) -> Node | None:
         """All that was saved of an object that had another name; None where there is no such name."""
@@ -148,6 +169,16 @@ def _leaves(node: Node, name: str | None = None) -> dict[str, Node]:
     out: dict[str, Node] = {}
     for child_name, child in children(node, name):
         out |= _leaves(child, child_name)
+    return out
+
+
+def _composed(node: Node, name: str | None = None) -> dict[str, PartsNode]:
+    """The tensors that are made of others, by name."""
+    if isinstance(node, StatefulNode):
+        return _composed(node.v, name)
+    out = {name: node} if isinstance(node, PartsNode) and name is not None else {}
+    for child_name, child in children(node, name):
+        out |= _composed(child, child_name)
     return out
 
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 import copy
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hyper_ckpt.contracts.codec import Codec
 from hyper_ckpt.errors import ManifestError, TargetError
 from hyper_ckpt.state.ask import in_order
-from hyper_ckpt.state.build import Builder, MakeTensor, Sources, keyed_value, sequence_value
-from hyper_ckpt.state.classes import has_state, is_stateful
+from hyper_ckpt.state.build import Builder, MakeTensor, Sources, dict_value, keyed_value, sequence_value
+from hyper_ckpt.state.classes import has_state, is_bare_sequence, is_stateful, namespace_of
 from hyper_ckpt.state.codec_table import CodecTable
 from hyper_ckpt.state.codecs import BUILTIN
 from hyper_ckpt.state.digests import canonical
-from hyper_ckpt.state.flatten import FlatState
+from hyper_ckpt.state.flat_state import Composed, FlatState
 from hyper_ckpt.state.names import escape_keys, join, shown
 from hyper_ckpt.state.scalars import SCALARS
 from hyper_ckpt.state.tree import (
@@ -35,8 +35,10 @@ from hyper_ckpt.state.tree import (
     KeyedNode,
     ListNode,
     NamedTupleNode,
+    NamespaceNode,
     Node,
     OrderedDictNode,
+    PartsNode,
     PerRankNode,
     SequenceNode,
     SetNode,
@@ -145,6 +147,9 @@ class _Changes:
             return self._stateful(value, substate.state, node, name)
         if name in self._flat.whole:
             return self._whole(value, node, name)
+        composed = self._flat.composed.get(name) if name is not None else None
+        if composed is not None and composed.value is value:
+            return self._composed(composed, unwrap(node), name)
         if name in self._flat.tensors and self._flat.tensors[name] is value:
             is_saved = isinstance(unwrap(node), TensorNode)
             return self._tensors.get(name, value) if is_saved else value
@@ -157,6 +162,16 @@ class _Changes:
         if isinstance(node, TensorNode | PerRankNode) or _is_container(value):
             return value
         return self._plain(value, node, name)
+
+    def _composed(self, composed: Composed, node: Node, name: str | None) -> Any:
+        """The inner tensors are filled where they are; if some were replaced, a tensor of the target's own class."""
+        parts = composed.parts
+        saved = dict(zip(node.k, node.v, strict=True)) if isinstance(node, PartsNode) else {}
+        inner = {}
+        for (key, each), part in zip(parts.inner.items(), escape_keys(parts.inner, name), strict=True):
+            inner[key] = self.plan(each, saved[part], join(name, part)) if part in saved else each
+        unchanged = all(inner[key] is each for key, each in parts.inner.items())
+        return composed.value if unchanged else parts.rebuild(inner)
 
     def _stateful(self, value: Any, state: Any, node: Node, name: str | None) -> Any:
         whole = name in self._flat.whole
@@ -181,10 +196,11 @@ class _Changes:
         if isinstance(node, KeyedNode):
             saved = dict(zip(node.k, node.v, strict=True))
             new = {}
-            for (key, item), part in zip(value.items(), escape_keys(value, name), strict=True):
+            held = _held(value)
+            for (key, item), part in zip(held.items(), escape_keys(held, name), strict=True):
                 if part in saved:
                     new[key] = self.plan(item, saved[part], join(name, part))
-            self._note_items(value, new, name)
+            self._note_items(held, new, name)
             return value
         pairs = zip(value, children(node, name), strict=True)
         items = [self.plan(item, child, child_name) for item, (child_name, child) in pairs]
@@ -213,7 +229,7 @@ class _Changes:
         if whole and not whole.isdisjoint(child_names(node, name)):
             return False
         # An object may have given a tensor as its state.
-        return not any(map(has_state, set(map(type, value.values() if isinstance(value, Mapping) else value))))
+        return not any(map(has_state, set(map(type, _items_of(value)))))
 
     def _plain(self, value: Any, node: Node, name: str | None) -> Any:
         new = self._builder.value(node, name)
@@ -246,6 +262,9 @@ class _Changes:
         substate = self._flat.substates.get(name) if name is not None else None
         if substate is not None and substate.object is old:
             return self._stateful(old, substate.state, node, name)
+        composed = self._flat.composed.get(name) if name is not None else None
+        if composed is not None and composed.value is old:
+            return self._composed(composed, node, name)
         if isinstance(node, StatefulNode):
             if not is_stateful(old):
                 return self._whole(old, node.v, name)
@@ -253,8 +272,8 @@ class _Changes:
             return old
         node = self._builder.inlined(node, name)
         if isinstance(node, KeyedNode):
-            keyed = keyed_value(node, node.v)
-            olds = old if isinstance(old, Mapping) else {}
+            keyed = dict_value(node, node.v)
+            olds = _held(old) if _is_keyed(old) else {}
             named = zip(keyed.items(), children(node, name), strict=True)
             return keyed_value(node, [self._whole(olds.get(key), item, at) for (key, item), (at, _) in named])
         if isinstance(node, SequenceNode):
@@ -282,8 +301,36 @@ _KINDS: dict[type, type[Node]] = {
 }  # fmt: skip
 
 
+def _kind(value: Any) -> type[Any]:
+    """The kind of node that a container of the target has; `object` for anything else."""
+    found = _KINDS.get(type(value))
+    if found is None and namespace_of(type(value)) is not None:
+        return NamespaceNode
+    if found is None and isinstance(value, Mapping):
+        return DictNode
+    if found is None and is_bare_sequence(value):
+        return TupleNode if isinstance(value, tuple) else ListNode
+    return found or object
+
+
+def _is_keyed(value: Any) -> bool:
+    return issubclass(_kind(value), KeyedNode)
+
+
 def _is_container(value: Any) -> bool:
-    return type(value) in _KINDS or isinstance(value, tuple | Mapping)
+    return _kind(value) is not object or isinstance(value, tuple)
+
+
+def _held(value: Any) -> Mapping[Any, Any]:
+    """The mapping, or the dict of a namespace's attributes."""
+    held: Mapping[Any, Any] = vars(value) if _kind(value) is NamespaceNode else value
+    return held
+
+
+def _items_of(value: Any) -> Collection[Any]:
+    """What a container holds."""
+    items: Collection[Any] = _held(value).values() if _is_keyed(value) else value
+    return items
 
 
 def _fits(value: Any, node: Node) -> bool:
@@ -291,8 +338,8 @@ def _fits(value: Any, node: Node) -> bool:
     if isinstance(node, NamedTupleNode):
         return isinstance(value, tuple) and getattr(type(value), "_fields", None) == node.fields
     if isinstance(node, KeyedNode):
-        return isinstance(value, Mapping)
-    return _KINDS.get(type(value)) is type(node) and isinstance(node, SequenceNode) and len(value) == len(node.v)
+        return _is_keyed(value)
+    return _kind(value) is type(node) and isinstance(node, SequenceNode) and len(value) == len(node.v)
 
 
 def _is_same_scalar(one: Any, other: Any) -> bool:

@@ -89,6 +89,20 @@ class CounterNode(KeyedNode, frozen=True, tag="counter"):
     """A collections.Counter."""
 
 
+class NamespaceNode(KeyedNode, frozen=True, tag="namespace"):
+    """An argparse.Namespace or types.SimpleNamespace: its attributes."""
+
+    of: Literal["argparse", "types"]
+
+
+class PartsNode(KeyedNode, frozen=True, tag="parts"):
+    """A tensor that is made of others: these by name, the name of its class, and what else it says of itself. The last
+    two are only compared with the target's."""
+
+    kind: str
+    context: Node
+
+
 Factory = Literal["list", "dict", "int", "float", "set", "str", "tuple", "bool"]
 
 
@@ -210,7 +224,8 @@ class PickleNode(Tagged, frozen=True, tag="pickle"):
 Node = Union[  # noqa: UP007  # a line per kind
     None, bool, Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)], float, str,
     TensorNode, PerRankNode, RawNode, BlobNode, StatefulNode, RanksNode,
-    DictNode, OrderedDictNode, CounterNode, DefaultDictNode, ListNode, TupleNode, DequeNode, NamedTupleNode,
+    DictNode, OrderedDictNode, CounterNode, DefaultDictNode, NamespaceNode, PartsNode,
+    ListNode, TupleNode, DequeNode, NamedTupleNode,
     SetNode, FrozenSetNode, RangeNode, SliceNode, IntNode, FloatNode, ComplexNode, BytesNode, ByteArrayNode, StrNode,
     EnumNode, CodecNode, PickleNode,
 ]  # fmt: skip
@@ -278,6 +293,8 @@ def with_items(node: Tagged, items: Iterable[Node], keys: tuple[str, ...] | None
 
 def is_plain(node: Node) -> bool:
     """Whether the subtree is known without any tensor or payload, and no object has to be told of it."""
+    if isinstance(node, PartsNode):
+        return False
     if isinstance(node, KeyedNode | SequenceNode):
         return all(map(is_plain, node.v))
     return not isinstance(node, TensorNode | PerRankNode | RawNode | StatefulNode)

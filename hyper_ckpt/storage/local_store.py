@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from hyper_ckpt.contracts.store import ByteStore, Expect, ObjectInfo, ReadAt, Sink
-from hyper_ckpt.errors import FileSizeError, StoreError
+from hyper_ckpt.errors import FileSizeError
 from hyper_ckpt.storage import atomic, below, syscalls
 from hyper_ckpt.storage.buffers import runs
 from hyper_ckpt.storage.local_sink import LocalSink
 from hyper_ckpt.storage.names import check_name, is_name, temporary_name
 from hyper_ckpt.storage.open_files import OpenFiles
+from hyper_ckpt.storage.paths import local_path
 from hyper_ckpt.storage.syscalls import naming
 
 # Another process may remove an emptied directory between our making it and our using it.
@@ -32,15 +33,12 @@ class LocalStore(ByteStore):
     Links are followed to read. To write or remove, only the root itself may be one, or what stands above it.
 
     Args:
-        path: the root. A relative one is taken from the current directory, now and for good.
+        path: the root, or a `file://` URL of it, see `hyper_ckpt.storage.paths`. A relative one is taken from the
+            current directory, now and for good.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        if not os.fspath(path):
-            raise StoreError("an empty path names no directory; use '.' for the current one")
-        if "\0" in os.fspath(path):
-            raise StoreError(f"{os.fspath(path)!r} names no directory: a path cannot hold a NUL character")
-        self.url = os.path.abspath(path)
+        self.url = local_path(path)
         self._unsynced: set[str] = set()  # directories with names that may not survive a power failure
         self._unsynced_lock = threading.Lock()
         self._sync_lock = threading.Lock()

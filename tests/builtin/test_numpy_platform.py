@@ -183,12 +183,12 @@ def test_fingerprints_follow_the_contents() -> None:
 def test_sharded_tensors_are_boxes() -> None:
     top, none, corner = np.ones((2, 5), "f4"), np.ones((0, 3), "f4"), np.full((1, 2), 7, "f4")
     value = ShardedTensor([(top, (0, 0)), (none, (4, 0)), (corner, (3, 3))], (4, 5))
-    boxes = (((0, 0), (2, 5)), ((4, 0), (0, 3)), ((3, 3), (1, 2)))
+    boxes = (((0, 0), (2, 5)), ((3, 3), (1, 2)))  # an empty array is only there for its dtype
     description = COMPOSITE.describe(value)
     assert description == TensorDescription("float32", (4, 5), Boxes(boxes))
     shards = COMPOSITE.local_shards(value)
     assert tuple((s.offsets, s.sizes) for s in shards) == boxes
-    view = COMPOSITE.writable(shards[2])
+    view = COMPOSITE.writable(shards[1])
     assert view is not None
     view[...] = 0
     assert not corner.any()

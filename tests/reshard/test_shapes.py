@@ -162,6 +162,22 @@ def test_an_empty_shard_lies_where_a_full_one_does() -> None:
 
 
 @pytest.mark.parametrize("share_reads", [True, False])
+@pytest.mark.parametrize("none", [((0,), (0, 0)), ((0, 0), (9, 9)), ((7, 0), (0, 0)), ((0, 3, 1), ())])
+def test_the_shape_and_place_of_an_empty_shard_do_not_matter(share_reads: bool, none: Any) -> None:
+    whole, url = {"w": filled((4, 3)), "s": filled(())}, fresh()
+
+    def on(rank: int, w: np.ndarray, s: np.ndarray) -> State:
+        if rank:
+            return {name: ShardedTensor([(np.empty(none[0], "f4"), none[1])], whole[name].shape) for name in whole}
+        return {"w": ShardedTensor([(w, (0, 0))], (4, 3)), "s": ShardedTensor([(s, ())], ())}
+
+    save_on(2, lambda rank: on(rank, whole["w"], whole["s"]), url)
+    check_stored_once(url, whole)
+    targets, _ = load_on(2, lambda rank: on(rank, poisoned((4, 3)), poisoned(())), url, share_reads=share_reads)
+    check_filled(targets[:1], whole)
+
+
+@pytest.mark.parametrize("share_reads", [True, False])
 def test_tensors_on_a_device_go_through_the_stager(share_reads: bool) -> None:
     whole = {"a": filled((700, 900)), "b": filled((0, 3)), "c": filled((), "float64"), "d": filled((1000, 3), "int16")}
     url = fresh()

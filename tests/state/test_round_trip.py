@@ -6,6 +6,7 @@ import enum
 import random
 import re
 import struct
+import time
 import uuid
 import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
@@ -237,7 +238,7 @@ def test_sets_have_one_encoding() -> None:
         object(),
         lambda: 0,
         Sub(1),
-        type("T", (tuple,), {})(),
+        time.gmtime(),
         int,
         np.float32,
         np.zeros(1, "i4,f4")[0],

@@ -23,6 +23,7 @@ import numpy as np
 
 from hyper_ckpt.errors import PluginError
 from hyper_ckpt.registry import registry
+from hyper_ckpt.storage.local_store import LocalStore
 from hyper_ckpt.testing.conformance.check import Check, ChoiceError, Outcome, reasons_of, run_checks, similar
 from hyper_ckpt.testing.conformance.platform import PLATFORM_CHECKS, WORLD_SECONDS, PlatformBench
 from hyper_ckpt.testing.conformance.store import LIMIT_SECONDS, STORE_CHECKS, run_on
@@ -111,8 +112,8 @@ def run_store(
         UnknownSchemeError, PluginError: no store opens this URL.
     """
     reasons = choice.reasons(STORE_CHECKS)
-    registry().store(url)
-    root = _below(url, f"conformance-{secrets.token_hex(8)}")
+    store = registry().store(url)
+    root = _below(store.url if isinstance(store, LocalStore) else url, f"conformance-{secrets.token_hex(8)}")
     seconds = limit or LIMIT_SECONDS
 
     def run(check: Check) -> None:

@@ -88,7 +88,7 @@ class MindSporeTensors(Tensors):
         if self._layouts.of(value) is None:
             return [LocalShard((0,) * local.ndim, tuple(local.shape), local)]
         box = self._layouts.own_box(value, local)
-        return [] if box is None else [LocalShard(*box, local)]
+        return [] if box is None else [LocalShard(*box, local if local.shape == box[1] else local.reshape(box[1]))]
 
     def host_view(self, shard: LocalShard) -> Carrier | None:
         return _carriers(shard.data) if self._device.on_host(shard.data) else None

@@ -21,8 +21,9 @@ from mindspore.train._utils import _get_parameter_redundancy_without_opt_shard
 
 from hyper_ckpt.errors import UnsupportedLayoutError
 from hyper_ckpt.layout import Mesh, MeshLayout, Replicate, Shard
+from hyper_ckpt.tensor_map import read_dtensor
 from hyper_ckpt_mindspore.devices import Device
-from hyper_ckpt_mindspore.layouts import Layouts, dtensor_spec, layout_spec
+from hyper_ckpt_mindspore.layouts import Layouts, read_entry
 from hyper_ckpt_mindspore.tensors import MindSporeTensors
 
 
@@ -146,7 +147,7 @@ def test_sharding_by_the_optimizer(matrix, tensor_map, pieces):
 
 def test_mindspores_layout_objects():
     layout = Layout((2, 3, 2), ("dp", "sp", "mp"), rank_list=list(range(8, 20)))(("mp", "dp"), "None")
-    spec = layout_spec(layout)
+    spec = read_entry(layout)
     assert (spec.mesh, spec.tensor_map, spec.ranks) == ((2, 3, 2), ((0, 2), ()), tuple(range(8, 20)))
     layouts = Layouts(range(24), 15, {"w": layout})
     found = layouts.of(parameter((2, 5)))
@@ -267,6 +268,17 @@ def test_dtensors():
         tensors.empty(description, value)
 
 
+@pytest.mark.parametrize("part", [(0, 6), (0, 0), (0,)])
+def test_the_shape_of_an_empty_part_does_not_matter(part):
+    local = ms.Tensor(np.ones(part, np.float32))
+    value = FakeDTensor((0, 6), hyper_parallel_layout((2,), (0, -1), range(2)), local=local)
+    tensors = MindSporeTensors(Layouts(range(2), 1), Device())
+    assert tensors.describe(value).shape == (0, 6)
+    (shard,) = tensors.local_shards(value)
+    assert shard.sizes == tensors.host_view(shard).shape == tensors.writable(shard).shape == (0, 6)
+    assert tensors.storage_key(shard) is None
+
+
 class Partial:
     """Of hyper-parallel: placements are known by the names of their classes."""
 
@@ -279,8 +291,8 @@ def test_placements_of_dtensors():
     """Where a layout has no tensor map: mesh dimensions cut from left to right."""
     shard, replicate = type("Shard", (), {"dim": 1})(), type("Replicate", (), {})()
     mesh = SimpleNamespace(mesh_shape=(2, 3, 2), rank_list=tuple(range(12)))
-    spec = dtensor_spec(FakeDTensor((2, 12), placements=(shard, replicate, shard), device_mesh=mesh))
+    spec = read_dtensor(FakeDTensor((2, 12), placements=(shard, replicate, shard), device_mesh=mesh))
     assert (spec.mesh, spec.tensor_map) == ((2, 3, 2), ((), (2, 0)))
     for placement, reason in [(Partial(), "only the sum"), (StridedShard(), "cannot be stored")]:
         with pytest.raises(UnsupportedLayoutError, match=reason):
-            dtensor_spec(FakeDTensor((2, 12), placements=(placement,), device_mesh=mesh))
+            read_dtensor(FakeDTensor((2, 12), placements=(placement,), device_mesh=mesh))

@@ -28,6 +28,12 @@ def as_dtensor(value: Any) -> DTensor | None:
     return value if module is not None and isinstance(value, module.DTensor) else None
 
 
+def is_dtensor(kind: type) -> bool:
+    """Whether a class is DTensor. Imports nothing, as `as_dtensor`."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and issubclass(kind, module.DTensor)
+
+
 def local_tensor(value: DTensor) -> torch.Tensor:
     """This rank's part, complete and outside autograd."""
     if type(value._local_tensor) is torch.Tensor:  # what to_local() gives, five times faster
@@ -83,7 +89,7 @@ class Layouts:
         key = _identity(value)
         found = known.layouts.get(key)
         if found is None:
-            placements = tuple(_placement(each, value) for each in value.placements)
+            placements = tuple(placement_of(each, value) for each in value.placements)
             found = known.layouts[key] = MeshLayout(known.mesh, placements, _cutting_order(value, known.mesh.shape))
         return found
 
@@ -94,6 +100,8 @@ class Layouts:
     def own_box(self, value: DTensor, local: torch.Tensor) -> Box | None:
         """(offsets, sizes) of this rank's part `local`, None if the rank is not in the mesh.
 
+        An empty part may have any shape: FSDP over tensor parallelism leaves (0, 0) where the placements mean (5, 0).
+
         Raises:
             UnsupportedLayoutError: the local tensor has another shape than its placements say.
         """
@@ -102,7 +110,7 @@ class Layouts:
         if known.coordinate is None:
             return None
         box = known.own_box(layout, tuple(value.shape))
-        if tuple(local.shape) != box[1]:
+        if tuple(local.shape) != box[1] and not (0 in local.shape and 0 in box[1]):
             raise UnsupportedLayoutError(
                 f"a DTensor of shape {tuple(value.shape)} has a local tensor of shape {tuple(local.shape)} at "
                 f"coordinate {known.coordinate} of its mesh {layout.mesh.shape}, but {value.placements} means "
@@ -136,7 +144,12 @@ def _identity(value: DTensor) -> tuple[Hashable, ...]:
     return (spec.placements, tuple(map(type, spec.placements)), getattr(spec, "shard_order", None))
 
 
-def _placement(placement: Any, value: DTensor) -> Placement:
+def placement_of(placement: Any, value: DTensor) -> Placement:
+    """One placement of a DTensor.
+
+    Raises:
+        UnsupportedLayoutError: it cannot be stored.
+    """
     from torch.distributed.tensor import Partial
     from torch.distributed.tensor import Replicate as TorchReplicate
     from torch.distributed.tensor import Shard as TorchShard

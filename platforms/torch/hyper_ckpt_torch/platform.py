@@ -15,7 +15,9 @@ from hyper_ckpt.builtin.numpy_platform import SingleRank
 from hyper_ckpt.builtin.numpy_tensors import NumpyTensors
 from hyper_ckpt.contracts.platform import Platform, Ranks
 from hyper_ckpt.errors import PlatformError
+from hyper_ckpt_torch.hyper_parallel import HyperParallelTensors
 from hyper_ckpt_torch.objects import TorchObjects
+from hyper_ckpt_torch.old_sharded import OldShardedTensors
 from hyper_ckpt_torch.stager import TorchStager
 from hyper_ckpt_torch.tensors import TorchTensors
 
@@ -49,8 +51,19 @@ class TorchPlatform(Platform):
         groups: Sequence[Any] = (),
     ) -> None:
         ranks, global_ranks = _ranks(process_group, key_value_host, groups)
-        tensors = CompositeTensors([TorchTensors(global_ranks), NumpyTensors()])
+        tensors = all_tensors(global_ranks, global_ranks[ranks.rank])
         super().__init__("torch", ranks, tensors, TorchStager(), TorchObjects())
+
+
+def all_tensors(global_ranks: Sequence[int], own: int) -> CompositeTensors:
+    """All kinds of tensors that a torch job may have.
+
+    Args:
+        global_ranks: torch's rank of each rank of the platform.
+        own: torch's rank of this process.
+    """
+    of_torch = [TorchTensors(global_ranks), HyperParallelTensors(global_ranks, own), OldShardedTensors(global_ranks)]
+    return CompositeTensors([*of_torch, NumpyTensors()])
 
 
 def default() -> Platform:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from hyper_ckpt.contracts.platform import (
     HostTensor,
     LocalShard,
     TensorDescription,
+    TensorParts,
     Tensors,
     sampled_fingerprint,
 )
@@ -25,7 +27,9 @@ from hyper_ckpt.dtypes import BY_NAME, dtype_of
 from hyper_ckpt.errors import TargetError, UnsupportedDtypeError, UnsupportedStateError
 from hyper_ckpt.layout import Replicated
 from hyper_ckpt_torch.devices import current_device
-from hyper_ckpt_torch.layouts import Layouts, as_dtensor, local_tensor
+from hyper_ckpt_torch.kinds import can_be_flattened, has_own_attributes, is_hyper_parallel, is_old_sharded, slots_of
+from hyper_ckpt_torch.layouts import Layouts, as_dtensor, is_dtensor, local_tensor
+from hyper_ckpt_torch.parts import parts_of
 
 # Older releases of torch lack the youngest dtypes.
 _DTYPES: dict[str, torch.dtype] = {name: vars(torch)[name] for name in BY_NAME if name in vars(torch)}
@@ -51,21 +55,25 @@ class TorchTensors(Tensors):
         self._layouts = Layouts(global_ranks)
 
     def describe(self, value: Any) -> TensorDescription | None:
-        if not isinstance(value, torch.Tensor):
+        kind: Any = type(value)
+        if not issubclass(kind, torch.Tensor) or _is_elsewhere(kind):
             return None
-        if _is_old_sharded(type(value)):
-            raise UnsupportedStateError(
-                f"torch's old {type(value).__name__} cannot be stored: give FSDP a device_mesh, so that its state has "
-                "DTensors, or use fully_shard"
-            )
         dtensor = as_dtensor(value)
         local = value if dtensor is None else local_tensor(dtensor)
-        _check_storable(local)
+        check_storable(local)
         if dtensor is None:
-            return _whole(value.dtype, value.shape, not value.is_meta)
+            found = _whole(value.dtype, value.shape, not value.is_meta)
+            lost = own_attributes(value)
+            return replace(found, save_refusal=_loses(kind, lost)) if lost else found
         return TensorDescription(
-            _dtype_name(value.dtype), tuple(value.shape), self._layouts.of(dtensor), not local.is_meta
+            dtype_name(value.dtype), tuple(value.shape), self._layouts.of(dtensor), not local.is_meta
         )
+
+    def may_have_parts(self, kind: type) -> bool:
+        return can_be_flattened(kind) or is_dtensor(kind)
+
+    def parts(self, value: Any) -> TensorParts | None:
+        return parts_of(value)
 
     def local_shards(self, value: Any) -> list[LocalShard]:
         dtensor = as_dtensor(value)
@@ -73,7 +81,7 @@ class TorchTensors(Tensors):
             return [LocalShard((0,) * value.ndim, tuple(value.shape), value.detach())]
         local = local_tensor(dtensor)
         box = self._layouts.own_box(dtensor, local)
-        return [] if box is None else [LocalShard(*box, local)]
+        return [] if box is None else [LocalShard(*box, local if local.shape == box[1] else local.reshape(box[1]))]
 
     def host_view(self, shard: LocalShard) -> Carrier | None:
         tensor: torch.Tensor = shard.data
@@ -117,8 +125,8 @@ class TorchTensors(Tensors):
     def signature(self, value: Any) -> Hashable | None:
         dtensor = as_dtensor(value)
         if dtensor is None:
-            return _signature(value)
-        local = _signature(dtensor._local_tensor)
+            return memory_signature(value)
+        local = memory_signature(dtensor._local_tensor)
         return None if local is None else (type(value), *self._layouts.signature(dtensor), value.shape, local)
 
     def plain(self, value: Any) -> HostTensor | None:
@@ -148,12 +156,29 @@ class TorchTensors(Tensors):
         return view if view is not None else device_samples(shard.data)
 
 
-def _signature(tensor: torch.Tensor) -> Hashable | None:
-    """None for whatever is not plainly a piece of memory."""
+def memory_signature(tensor: torch.Tensor) -> Hashable | None:
+    """The signature of a tensor that is whole here; None for whatever is not plainly a piece of memory."""
     if not _is_dense(tensor) or tensor.is_meta or tensor.is_conj() or tensor.is_neg():
         return None
     memory = (tensor.data_ptr(), tensor.untyped_storage().nbytes(), tensor.device)
-    return (type(tensor), tensor.dtype, tensor.shape, tensor.stride(), memory)
+    return (type(tensor), tensor.dtype, tensor.shape, tensor.stride(), memory, *own_attributes(tensor))
+
+
+def own_attributes(tensor: torch.Tensor) -> list[str]:
+    """The names of attributes of a tensor of a class of its own: they are no part of its elements."""
+    kind: Any = type(tensor)
+    if kind is torch.Tensor or kind is torch.nn.Parameter or not has_own_attributes(kind):
+        return []
+    held = [name for name in slots_of(kind) if hasattr(tensor, name)]
+    return [*(name for name in vars(tensor) if name != "_is_param"), *held]
+
+
+def _loses(kind: type, lost: Sequence[str]) -> str:
+    return (
+        f"a {kind.__qualname__} has attributes beside its elements, which would be lost: "
+        f"{', '.join(sorted(lost)[:8])}. Give the class __tensor_flatten__ and __tensor_unflatten__, or save "
+        "value.as_subclass(torch.Tensor) and the attributes by themselves"
+    )
 
 
 def _count_write(tensor: torch.Tensor) -> None:
@@ -266,18 +291,20 @@ def _form(dtype: torch.dtype, shape: torch.Size, steps: tuple[int, ...]) -> _For
 @functools.lru_cache(maxsize=4096)
 def _whole(dtype: torch.dtype, shape: torch.Size, has_memory: bool) -> TensorDescription:
     """The description of a plain tensor."""
-    return TensorDescription(_dtype_name(dtype), tuple(shape), Replicated(), has_memory)
+    return TensorDescription(dtype_name(dtype), tuple(shape), Replicated(), has_memory)
 
 
 @functools.lru_cache(maxsize=256)
 def _is_ordinary(kind: Any) -> bool:
     """Whether it is a class of tensors that are their elements, whole on this rank."""
-    return issubclass(kind, torch.Tensor) and _has_own_data(kind) and not _is_old_sharded(kind)
+    own = issubclass(kind, torch.Tensor) and _has_own_data(kind) and not has_own_attributes(kind)
+    return own and not _is_elsewhere(kind)
 
 
 @functools.lru_cache(maxsize=256)
-def _is_old_sharded(kind: type) -> bool:
-    return kind.__module__.startswith("torch.distributed._shard")
+def _is_elsewhere(kind: Any) -> bool:
+    """Whether other modules of this platform describe tensors of a class."""
+    return is_hyper_parallel(kind) or is_old_sharded(kind)
 
 
 @functools.lru_cache(maxsize=256)
@@ -287,7 +314,12 @@ def _has_own_data(kind: type[torch.Tensor]) -> bool:
     return not lazy and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype.
+
+    Raises:
+        UnsupportedDtypeError: it cannot be stored; says what to do.
+    """
     name = NAMES.get(dtype)
     if name is None:
         short = str(dtype).removeprefix("torch.")
@@ -297,8 +329,12 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
-def _check_storable(tensor: torch.Tensor) -> None:
-    """Refuses tensors whose elements don't lie in memory as their shape and dtype say."""
+def check_storable(tensor: torch.Tensor) -> None:
+    """Refuses tensors whose elements don't lie in memory as their shape and dtype say.
+
+    Raises:
+        UnsupportedStateError: says why.
+    """
     if _is_dense(tensor) and (tensor.is_meta or _lies_in_its_storage(tensor)):
         return
     kind = type(tensor).__qualname__
@@ -317,8 +353,8 @@ def _check_storable(tensor: torch.Tensor) -> None:
         raise UnsupportedStateError("a nested tensor cannot be stored: save its unbind(), a list of tensors")
     if not _has_own_data(type(tensor)):
         raise UnsupportedStateError(
-            f"a {kind} is a tensor only from outside, its data is elsewhere: save the plain tensors inside it, or "
-            "register a codec for its type"
+            f"a {kind} is a tensor only from outside, its data is elsewhere: save the plain tensors inside it, or give "
+            "its class __tensor_flatten__ and __tensor_unflatten__"
         )
     raise UnsupportedStateError(
         f"a tensor of shape {tuple(tensor.shape)} has only {tensor.untyped_storage().nbytes()} bytes of memory: it was "

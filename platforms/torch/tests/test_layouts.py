@@ -135,6 +135,38 @@ def test_fsdp_over_tensor_parallelism(gloo, dp, tp, width):
         assert [each["up.weight"][2] for each in found] == [2, 1, 2, 1, 0, 1]
 
 
+def empty_parts(rank: int, world_size: int, where: str) -> None:
+    """The columns of a row-wise layer over more ranks than there are pairs of them: FSDP leaves the last one (0, 0)."""
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = parallelize_module(nn.Linear(6, 5), mesh["tp"], RowwiseParallel())
+    fully_shard(model, mesh=mesh["dp"])
+    expected = torch.randn(6, generator=torch.Generator().manual_seed(5))
+    one_dimensional = torch.empty(0) if rank == 3 else expected.view(6, 1)[2 * rank : 2 * rank + 2]
+    by_hand = DTensor.from_local(one_dimensional, mesh["tp"], [Shard(0)], run_check=False,
+                                 shape=torch.Size((6, 1)), stride=(1, 1))  # fmt: skip
+    state = {**model.state_dict(), "by hand": by_hand}
+    local = [value.to_local().detach() for value in state.values()]
+    wanted = [part.clone() for part in local]
+    assert local[0].numel() == (0 if rank == 3 else 10)
+    hyper_ckpt.save({"m": state}, where)
+    for share_reads in (True, False):
+        for part in local:
+            part.zero_()
+        hyper_ckpt.load({"m": state}, where, share_reads=share_reads)
+        assert all(torch.equal(a, b) for a, b in zip(local, wanted, strict=True))
+    if rank == 0:
+        torch.manual_seed(0)
+        whole = nn.Linear(6, 5)
+        found = hyper_ckpt.read(where)["m"]
+        assert np.array_equal(found["weight"], whole.weight.detach().numpy())
+        assert np.array_equal(found["by hand"][:, 0], expected.numpy())
+
+
+def test_the_shape_of_an_empty_part_does_not_matter(gloo, tmp_path):
+    gloo(empty_parts, str(tmp_path / "checkpoint"))
+
+
 def hybrid_sharding(rank: int, world_size: int) -> None:
     platform = TorchPlatform()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

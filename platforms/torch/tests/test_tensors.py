@@ -313,7 +313,7 @@ def test_a_platform_takes_numpy_and_shards_too():
     description = tensors.describe(sharded)
     assert (description.dtype, description.shape) == ("float32", (6, 3))
     shards = tensors.local_shards(sharded)
-    assert [(s.offsets, s.sizes) for s in shards] == [((4, 0), (2, 3)), ((0, 0), (0, 3))]
+    assert [(s.offsets, s.sizes) for s in shards] == [((4, 0), (2, 3))]
     array, stager = np.arange(3), TorchPlatform().stager
     stager.copy_out(tensors.local_shards(array)[0], buffer := stager.buffer(24)).wait()
     stager.copy_in(buffer, tensors.local_shards(target := np.zeros(3, int))[0]).wait()
