@@ -207,7 +207,6 @@ def test_a_rank_that_loads_while_others_save(saved: Path, tmp_path: Path) -> Non
     assert_matches("call.*save.*load", error)
 
 
-@pytest.mark.filterwarnings("ignore:. ranks saved this checkpoint")
 @WORLDS
 def test_an_existing_checkpoint(saved: Path, tmp_path: Path, world_size: int) -> None:
     before = files_in(saved)
@@ -348,7 +347,6 @@ def test_a_broken_plugin_does_not_hide_the_others(tmp_path: Path) -> None:
         found.store("fake://x")
 
 
-@pytest.mark.filterwarnings("ignore:. ranks saved this checkpoint")
 def test_load_options_do_not_leak_between_calls(saved: Path, tmp_path: Path) -> None:
     """A failed call changes nothing for the next one on the same platform."""
     platform = NumpyPlatform()

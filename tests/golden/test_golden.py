@@ -43,7 +43,6 @@ def test_it_is_read_as_it_was_saved(version: int, kind: str) -> None:
     assert (metadata.version, metadata.world_size, metadata.user_metadata) == (version, 2, {"golden": version})
 
 
-@pytest.mark.filterwarnings("ignore:2 ranks saved this checkpoint")
 @pytest.mark.parametrize(("version", "kind"), VERSIONS)
 def test_it_loads_into_a_state(version: int, kind: str) -> None:
     target = getattr(states, f"version_{version}")(0)

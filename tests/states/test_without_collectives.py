@@ -221,7 +221,6 @@ def test_layouts_of_a_framework(tmp_path: Path) -> None:
     assert same(target.local, W[5:])
 
 
-@pytest.mark.filterwarnings("ignore:3 ranks saved this checkpoint")
 def test_any_checkpoint_is_loaded_without_collectives(tmp_path: Path) -> None:
     save_on(3, part, str(tmp_path / "c"))
     for rank in range(2):

@@ -82,7 +82,6 @@ def load(path: Path, world_size: int, *keys: str) -> None:
     run_world(world_size, job, platform=meshed_platform)
 
 
-@pytest.mark.filterwarnings("ignore:. ranks saved this checkpoint")
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_file_for_every_key(tmp_path: Path, world_size: int) -> None:
     save(tmp_path, world_size, PerKeyWriter())
@@ -112,7 +111,6 @@ def test_the_default_has_one_file_a_rank(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("rank-*.safetensors"))) == 2
 
 
-@pytest.mark.filterwarnings("ignore:. ranks saved this checkpoint")
 def test_options_of_a_subclass_are_kept(tmp_path: Path) -> None:
     writer = OptionWriter("weights")
     assert isinstance(writer.at("x"), OptionWriter)
@@ -139,7 +137,6 @@ def test_groups_that_cannot_stand_in_a_name(tmp_path: Path, group: str) -> None:
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-@pytest.mark.filterwarnings("ignore:. ranks saved this checkpoint")
 def test_groups_whose_headers_grow_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filesystem, "MAX_HEADER_BYTES", 3000)
     save(tmp_path, 2, PerKeyWriter())
