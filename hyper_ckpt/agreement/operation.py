@@ -186,9 +186,13 @@ class Operation:
         while waiting and (remaining := limit - time.monotonic()) > 0:
             waiting -= self._store.get_many(waiting, remaining).keys()
         self.late_ranks = self.gave_up()
-        self._store.delete_prefix(f"hyper-ckpt/{self.number}/")
-        if waiting or gone:  # ranks that come to this operation after all learn that it is over
-            self._store.set(key, msgspec.msgpack.encode(verdict))
+        # Not of the whole operation: a step may follow, as where a load begins again, and ranks may have spoken there.
+        before = f"hyper-ckpt/{self.number}/{self._steps - 2}"
+        self._store.delete_prefix(f"{before}/")  # batches of a load
+        self._store.delete_prefix(f"{key}/")
+        self._store.delete(before)
+        if not waiting and not gone:  # else ranks that come to this operation after all learn that it is over
+            self._store.delete(key)
         self._forget(complete=not waiting and not gone)
 
     def _take_leave(self, key: str) -> None:

@@ -37,6 +37,7 @@ from hyper_ckpt.errors import (
     TargetError,
     UnexpectedKeyError,
     UnknownSchemeError,
+    UnreadableFileError,
     UnsupportedDtypeError,
     UnsupportedTypeError,
 )
@@ -226,7 +227,7 @@ def test_an_existing_checkpoint(saved: Path, tmp_path: Path, world_size: int) ->
         ("nowhere://bucket/ckpt", UnknownSchemeError, "Installed schemes: .*Install a plugin"),
         ("memory://", StoreError, "memory://bucket/path"),
         ("", StoreError, "'.' for the current"),
-        ("/dev/null/ckpt", StoreError, "another path"),
+        ("/dev/null/ckpt", UnreadableFileError, "another path"),
         ("a\0b", StoreError, "NUL"),
         ("x" * 300, StoreError, "shorter"),
         (os.fsdecode(b"/proc/\xff/x"), StoreError, "another path"),
