@@ -214,7 +214,7 @@ def test_all_ranks_publish_in_order_while_they_go_on(root: str) -> None:
         for i in range(4):
             handles.append(async_save(state(i), f"{root}/{i}", platform=platform, timeout=30))
             for n in range(20):
-                assert ranks.all_gather_object((i, n, ranks.rank)) == [(i, n, r) for r in range(3)]
+                assert ranks.all_gather_object([i, n, ranks.rank]) == [[i, n, r] for r in range(3)]
         for handle in handles:
             handle.result(30)
 

@@ -26,7 +26,7 @@ def test_importing_the_package_loads_next_to_nothing() -> None:
     found = loaded_by("import hyper_ckpt")
     assert not tops(found) & (FRAMEWORKS | LATER | {"numpy", "msgspec", "pluggy"})
     assert {m for m in found if m.startswith("hyper_ckpt.")} == {
-        f"hyper_ckpt.{name}" for name in ("errors", "system_errors", "version")
+        f"hyper_ckpt.{name}" for name in ("errors", "system_errors", "text", "version")
     }
 
 
