@@ -141,5 +141,5 @@ def test_a_home_directory_that_is_not_there_is_an_error_of_the_store(tmp_path):
     environment = {**os.environ, "HOME": str(tmp_path / "file")}
     done = subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode
-    assert "StoreError" in done.stderr
+    assert "hyper_ckpt.errors.UnreadableFileError: " in done.stderr  # a StoreError
     assert sorted(os.listdir(tmp_path)) == ["file"]
