@@ -146,7 +146,8 @@ def test_the_command_lists_them() -> None:
     listed = CliRunner().invoke(cli, ["plugins", "--json"])
     by_name = {p["name"]: p for p in json.loads(listed.stdout)["plugins"]}
     assert by_name["builtin"]["announces"] == [
-        "platform numpy", "store paths", "store file://", "store memory://", "observer log lines", "observer progress bar",
+        "platform numpy", "store paths", "store file://", "store memory://", "observer log lines",
+        "observer progress bar",
     ]  # fmt: skip
     assert by_name["torch"]["distribution"] == "hyper-ckpt-torch"
     assert by_name["torch"]["error"] is None
