@@ -34,6 +34,7 @@ from hyper_ckpt.engine.writer_process import WriterProcess
 from hyper_ckpt.errors import ManifestError, PlatformError, UnsupportedStateError
 from hyper_ckpt.layout import Boxes, MeshLayout, Shard
 from hyper_ckpt.manifest import Manifest
+from hyper_ckpt.options import DEFAULT_TIMEOUT
 from hyper_ckpt.registry import registry
 from hyper_ckpt.state import Node, PartsOf, decode_tree
 from hyper_ckpt.state.tree import KeyedNode
@@ -314,12 +315,18 @@ def state_of(manifest: Manifest) -> Node:
     return tree
 
 
-def operation(platform: Platform, timeout: float, call: str) -> Operation:
-    """The next save or load of the platform's ranks. `call` says which, as far as that is known: what and where."""
-    timeout = min(timeout, MAX_TIMEOUT)
-    number = in_step(platform.ranks, next(platform.operations), call, timeout)
+def operation(platform: Platform, timeout: object, call: str) -> Operation:
+    """The next save or load of the platform's ranks. `call` says which, as far as that is known: what and where.
+
+    Args:
+        timeout: in seconds. What `check_timeout` refuses counts as the default here, so that the rank meets the others;
+            the operation's first step must refuse it on all ranks.
+    """
+    checked, _ = attempt(lambda: check_timeout(timeout))
+    seconds = min(checked or DEFAULT_TIMEOUT, MAX_TIMEOUT)
+    number = in_step(platform.ranks, next(platform.operations), call, seconds)
     platform.operations = itertools.count(number + 1)
-    return Operation(platform.ranks, number, timeout)
+    return Operation(platform.ranks, number, seconds)
 
 
 def few(words: Sequence[str]) -> str:

@@ -88,9 +88,8 @@ def load(
     """
     chosen = resolve_platform(platform, state_dict, no_dist)
 
-    timeout = check_timeout(timeout)
-
     def resolve() -> LoadCall:
+        check_timeout(timeout)
         check_type("options", options, LoadOptions, type(None))
         check_type("storage_reader", storage_reader, StorageReader, type(None))
         check_type("planner", planner, LoadPlanner, str, type(None))
@@ -113,7 +112,7 @@ def load(
         # From here on the ranks count this call, so that one which fails at once stays in step with the others.
         this = operation(chosen, timeout, f"load {checkpoint_id!r}")
     else:
-        this = Operation(SingleRank(), 0, min(timeout, MAX_TIMEOUT))
+        this = Operation(SingleRank(), 0, min(check_timeout(timeout), MAX_TIMEOUT))
     call = settle(this, resolve)
     quiet = not call.options.progress
     reporter = Reporter("load", call.store.url, chosen, quiet, registry().observers()).start()

@@ -135,14 +135,13 @@ class Arguments:
             ValueError, TypeError, CheckpointError: they cannot be meant; or an earlier save in the background failed.
             SaveInFlightError: there was no room within `timeout`.
         """
-        check_timeout(timeout)
         if not self.use_collectives:
-            call, waited = self._resolve(platform, timeout, waits_for_all)
+            call, waited = self._resolve(platform, check_timeout(timeout), waits_for_all)
             save_id = id_of(self.options.save_token, platform.ranks.world_size)
             return SavingAlone(call, save_id, _reporter(call)), waited
         # From here on the ranks count this call, so that one which fails at once stays in step with the others.
         this = operation(platform, timeout, f"save {self.checkpoint_id!r}")
-        call, waited = settle(this, lambda: self._resolve(platform, timeout, waits_for_all))
+        call, waited = settle(this, lambda: self._resolve(platform, check_timeout(timeout), waits_for_all))
         return Saving(call, this, _reporter(call)), waited
 
     def _resolve(self, platform: Platform, timeout: float, waits_for_all: bool) -> tuple[SaveCall, float]:

@@ -13,7 +13,15 @@ import msgspec
 import xxhash
 
 from hyper_ckpt.api.async_save import async_save
-from hyper_ckpt.api.common import CheckpointId, attempt, in_flight, operation, resolve_id, resolve_platform
+from hyper_ckpt.api.common import (
+    CheckpointId,
+    attempt,
+    check_timeout,
+    in_flight,
+    operation,
+    resolve_id,
+    resolve_platform,
+)
 from hyper_ckpt.api.handle import SaveHandle
 from hyper_ckpt.api.save import save
 from hyper_ckpt.builtin.numpy_platform import OfflineRanks
@@ -316,13 +324,19 @@ class CheckpointManager:
         """All ranks are about to save this step; rank 0 notes its metrics, before the checkpoint is complete."""
         self._refuse_closed()
         self._warn()
-        if not options.get("use_collectives", True):
-            raise ValueError(
-                "a manager needs ranks that talk: call hyper_ckpt.save with use_collectives=False yourself"
-            )
         platform = self._platform_of(state, saves=True)
-        this = operation(platform, options.get("timeout", DEFAULT_TIMEOUT), f"step {step} of {self._run.store.url}")
-        note, error = attempt(lambda: self._note(step_number(step), metrics, pinned))
+        timeout = options.get("timeout", DEFAULT_TIMEOUT)
+        this = operation(platform, timeout, f"step {step} of {self._run.store.url}")
+
+        def check() -> Note:
+            check_timeout(timeout)
+            if not options.get("use_collectives", True):
+                raise ValueError(
+                    "a manager needs ranks that talk: call hyper_ckpt.save with use_collectives=False yourself"
+                )
+            return self._note(step_number(step), metrics, pinned)
+
+        note, error = attempt(check)
         durable = options.get("durable", True)
 
         def decide(sent: list[bytes]) -> bytes:

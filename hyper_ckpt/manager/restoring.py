@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from hyper_ckpt.api.common import attempt, operation
+from hyper_ckpt.api.common import attempt, check_timeout, operation
 from hyper_ckpt.api.load import LoadReport, load
 from hyper_ckpt.api.load_warnings import forgotten_text
 from hyper_ckpt.contracts.platform import Platform
@@ -85,10 +85,15 @@ def reasons(skipped: list[tuple[int, str]]) -> str:
 
 
 def _candidates(
-    run: Run, platform: Platform, step: int | None, timeout: float, arguments: bytes
+    run: Run, platform: Platform, step: int | None, timeout: object, arguments: bytes
 ) -> list[tuple[int, str]]:
     """Steps to try, the newest first, with their folders: those that rank 0 sees."""
-    number, error = attempt(lambda: None if step is None else step_number(step))
+
+    def check() -> int | None:
+        check_timeout(timeout)
+        return None if step is None else step_number(step)
+
+    number, error = attempt(check)
 
     def look(sent: list[bytes]) -> bytes:
         check_same(sent)

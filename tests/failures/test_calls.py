@@ -12,7 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyper_ckpt import FileSystemReader, LoadOptions, PerRank, SaveOptions, ShardedTensor, load, read, save, use, verify
+from hyper_ckpt import (
+    CheckpointManager,
+    FileSystemReader,
+    LoadOptions,
+    PerRank,
+    SaveOptions,
+    ShardedTensor,
+    async_save,
+    load,
+    read,
+    save,
+    use,
+    verify,
+)
 from hyper_ckpt.builtin.numpy_platform import NumpyPlatform
 from hyper_ckpt.contracts.codec import Codec
 from hyper_ckpt.contracts.platform import Platform, PlatformSpec
@@ -259,6 +272,42 @@ def test_arguments_that_cannot_be_meant(saved: Path, tmp_path: Path, world_size:
     ):
         error = all_fail(world_size, action, tmp_path / "scratch", known=False)
         assert type(error) is ValueError
+
+
+WITH_TIMEOUT: dict[str, Callable[[Platform, Path, Any], Any]] = {
+    "save": lambda p, path, timeout: save(part(1), path / "new", platform=p, timeout=timeout),
+    "async_save": lambda p, path, timeout: async_save(part(1), path / "new", platform=p, timeout=timeout).result(),
+    "load": lambda p, path, timeout: load(part(1), path / "ckpt", platform=p, timeout=timeout),
+    "a manager's save": lambda p, path, timeout: CheckpointManager(path / "run", platform=p).save(
+        1, part(1), timeout=timeout
+    ),
+    "a manager's restore": lambda p, path, timeout: CheckpointManager(path / "run", platform=p).restore(
+        part(1), timeout=timeout
+    ),
+}
+
+
+@pytest.mark.parametrize(("timeout", "kind"), [(-1, ValueError), (float("nan"), ValueError), ("5", TypeError)])
+@pytest.mark.parametrize("name", WITH_TIMEOUT)
+def test_a_timeout_that_one_rank_cannot_mean_is_everybodys_error(
+    tmp_path: Path, name: str, timeout: Any, kind: type[Exception]
+) -> None:
+    def refused(platform: Platform) -> None:
+        WITH_TIMEOUT[name](platform, tmp_path, timeout if platform.ranks.rank == 1 else 20)
+
+    error = all_fail(2, refused, tmp_path / "scratch", known=False)
+    assert type(error) is kind
+    assert_matches("rank 1: timeout must be", error)
+
+
+def test_a_manager_whose_save_is_not_to_talk_on_one_rank(tmp_path: Path) -> None:
+    def refused(platform: Platform) -> None:
+        manager = CheckpointManager(tmp_path / "run", platform=platform)
+        manager.save(1, part(1), timeout=20, use_collectives=platform.ranks.rank != 1)
+
+    error = all_fail(2, refused, tmp_path / "scratch", known=False)
+    assert type(error) is ValueError
+    assert_matches("rank 1: a manager needs ranks that talk", error)
 
 
 def test_a_reader_of_another_place(tmp_path: Path) -> None:
