@@ -140,7 +140,7 @@ def publish(
             f"{store.url}/{MANIFEST_NAME} was published, but is not there: another program removed it, or put the old "
             "one back. Find out which; save again"
         )
-    if found == save_id:  # else another saver has replaced it, or the store cannot tell: a later save removes them
+    if found:  # this save's, or of one that has replaced it since and removes only this save's files
         discard(store, previous.names)
 
 

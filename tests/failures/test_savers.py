@@ -104,6 +104,20 @@ def test_two_worlds_save_to_one_path(tmp_path: Path) -> None:
     assert_no_leftovers(path)
 
 
+def test_a_save_that_is_replaced_at_once_still_removes_what_it_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    save(part(1), path, no_dist=True)
+
+    class Overtaken(WrapperStore):
+        def after(self, operation: Operation, result: object) -> None:
+            if (operation.kind, operation.name) == ("publish", "manifest.json"):
+                save(part(3), path, no_dist=True, overwrite=True)
+
+    save(part(2), through(path, Overtaken), no_dist=True, overwrite=True)
+    assert_holds(path, 3)
+    assert_no_leftovers(path)
+
+
 def test_a_saver_without_overwrite_loses_to_one_that_was_faster(tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
 
