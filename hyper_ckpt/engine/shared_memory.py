@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hyper_ckpt.contracts.platform import ByteBuffer, Carrier
+from hyper_ckpt.errors import StoreError
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,18 @@ class SharedBuffers:
         self._gone: list[int] = []
 
     def allocate(self, nbytes: int) -> ByteBuffer:
-        """A buffer of `nbytes`, filled with zeros."""
-        fd = _anonymous_file()
-        os.ftruncate(fd, nbytes)
-        buffer: ByteBuffer = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+        """A buffer of `nbytes`, filled with zeros.
+
+        Raises:
+            StoreError: the system refuses it.
+        """
+        try:
+            fd, buffer = _map_new_file(nbytes)
+        except OSError as error:
+            raise StoreError(
+                f"making a shared copy of {nbytes:,} bytes failed: {error}. Raise this process's limit (ulimit -f, "
+                '-n, -v) or free some memory; or save with executor="thread"'
+            ) from error
         with self._lock:
             self._files[_address(buffer)] = SharedFile(next(self._numbers), fd, nbytes)
         weakref.finalize(buffer, self._forget, _address(buffer))
@@ -70,6 +79,17 @@ class SharedBuffers:
             file = self._files.pop(address)
             self._gone.append(file.number)
         os.close(file.fd)
+
+
+def _map_new_file(nbytes: int) -> tuple[int, ByteBuffer]:
+    """The descriptor of a new anonymous file, and all of it."""
+    fd = _anonymous_file()
+    try:
+        os.ftruncate(fd, nbytes)
+        return fd, np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def map_file(fd: int) -> ByteBuffer:

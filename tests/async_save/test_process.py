@@ -1,5 +1,6 @@
 """The executor that is a process: the same files, its death an error, nothing left behind."""
 
+import errno
 import gc
 import os
 import signal
@@ -148,6 +149,23 @@ def test_its_errors_come_back_as_they_are(tmp_path: Path, platform: Platform) ->
         async_save(state(), tmp_path / "file" / "c", platform=platform, options=OPTIONS).result(30)
     async_save(state(), tmp_path / "c", platform=platform, options=OPTIONS).result(30)
     assert equal(read(tmp_path / "c"), 1.0)
+
+
+@pytest.mark.parametrize("call", ["os.ftruncate", "mmap.mmap"])
+def test_shared_memory_that_is_refused(
+    tmp_path: Path, platform: Platform, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(f"hyper_ckpt.engine.shared_memory.{call}", refuse)
+        with pytest.raises(StoreError, match=r"shared copy of .* bytes failed: .*File too large.*executor="):
+            async_save({"w": np.ones(1000)}, tmp_path / "c", platform=platform, options=OPTIONS).result()
+    assert len(os.listdir("/proc/self/fd")) == before
+    async_save({"w": np.ones(1000)}, tmp_path / "c", platform=platform, options=OPTIONS).result()
+    assert read(tmp_path / "c")["w"].sum() == 1000
 
 
 def test_progress_comes_back(tmp_path: Path, platform: Platform) -> None:
