@@ -13,11 +13,14 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class MetadataIndex:
-    """Names one stored chunk: `offset` in elements; `index` counts the tensor's chunks. Both None: a whole value."""
+    """Names one stored chunk: `offset` in elements; `index` counts the tensor's chunks. Both None: a whole value.
+
+    Two that differ only in `index` are equal: it is a hint, which a caller need not know.
+    """
 
     fqn: str
     offset: tuple[int, ...] | None = None
-    index: int | None = None
+    index: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.offset is not None:

@@ -1,13 +1,15 @@
 """The page for those who come from another distributed checkpoint: complete, and its names are there."""
 
+import importlib
 import inspect
+import pkgutil
 import re
 from pathlib import Path
 
 import pytest
 
 import hyper_ckpt
-from hyper_ckpt import LoadOptions, SaveHandle, SaveOptions
+from hyper_ckpt import LoadOptions, MetadataIndex, SaveHandle, SaveOptions
 from hyper_ckpt.contracts.placement import StorageReader, StorageWriter
 
 PAGE = (Path(__file__).parents[1] / "docs/how-to/from-dcp.md").read_text()
@@ -61,6 +63,11 @@ def test_every_name_of_torch_is_on_the_page() -> None:
         names |= {name for name in inspect.signature(call).parameters if not name.startswith("_")}
     for hooks in (dcp.SavePlanner, dcp.LoadPlanner, dcp.StorageWriter, dcp.StorageReader):
         names |= {name for name in vars(hooks) if not name.startswith("_")}
+    for module in pkgutil.iter_modules(dcp.__path__, f"{dcp.__name__}."):
+        if not module.name.rpartition(".")[2].startswith("_"):
+            found = importlib.import_module(module.name)
+            public = {name: getattr(found, name) for name in getattr(found, "__all__", ())}
+            names |= {name for name, value in public.items() if inspect.isclass(value) or inspect.isroutine(value)}
     assert names - OLD <= {"state_dict"}
 
 
@@ -82,7 +89,7 @@ def test_what_stands_for_them_is_there(row: list[str]) -> None:
                 place[1]
             ]
             assert place[2] in dir(owner) or place[2] in getattr(owner, "__dataclass_fields__", {}), code
-        elif re.fullmatch(r"[A-Z]\w+", code) and code not in ("TorchPlatform",):
+        elif re.fullmatch(r"[A-Z]\w+", code) and code not in ("TorchPlatform", "TrainState"):
             assert hasattr(hyper_ckpt, code) or hasattr(hyper_ckpt.contracts.planner, code), code
 
 
@@ -96,3 +103,11 @@ def test_hooks_are_there() -> None:
     assert {"sizes", "index", "reader", "sharers"} == set(hyper_ckpt.ReadItem.__dataclass_fields__)
     assert LoadOptions(broadcast_batch_bytes=0).broadcast_batch_bytes == 0
     assert SaveOptions(executor="process").executor == "process"
+
+
+def test_the_number_of_a_chunk_is_a_hint() -> None:
+    first, second = MetadataIndex("w", (0, 8)), MetadataIndex("w", (0, 8), index=3)
+    assert first == second
+    assert hash(first) == hash(second)
+    assert {second: "found"}[first] == "found"
+    assert first != MetadataIndex("w", (8, 0), index=3)

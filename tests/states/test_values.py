@@ -2,6 +2,7 @@
 
 import datetime
 import enum
+import io
 import json
 import random
 import struct
@@ -70,6 +71,17 @@ def check_round_trip(state: State, world: int, url: str) -> None:
 @pytest.mark.parametrize("world", [1, 3])
 def test_every_value(world: int) -> None:
     check_round_trip(VALUES, world, fresh())
+
+
+@pytest.mark.parametrize("contents", [b"", b"3\n", bytes(range(256)) * 300])
+def test_a_buffer_of_bytes_keeps_its_position(contents: bytes) -> None:
+    url, saved = fresh(), io.BytesIO(contents)
+    saved.seek(len(contents) // 2)
+    hyper_ckpt.save({"buffer": saved}, url)
+    target = {"buffer": io.BytesIO(b"another length")}
+    hyper_ckpt.load(target, url, strict="exact")
+    for found in (target["buffer"], hyper_ckpt.read(url)["buffer"]):
+        assert (found.getvalue(), found.tell()) == (contents, len(contents) // 2)
 
 
 @pytest.mark.parametrize("world", [1, 3])

@@ -1,7 +1,8 @@
-"""Codecs for values of the standard library: paths, exact numbers, UUIDs."""
+"""Codecs for values of the standard library: paths, exact numbers, UUIDs, buffers of bytes."""
 
 from __future__ import annotations
 
+import io
 import pathlib
 import uuid
 from decimal import Decimal
@@ -43,9 +44,23 @@ def _encode_uuid(value: Any) -> bytes:
     return bytes(value.bytes)
 
 
+def _encode_bytes_io(value: io.BytesIO) -> bytes:
+    return f"{value.tell():x}\n".encode() + value.getbuffer()
+
+
+def _decode_bytes_io(data: bytes) -> io.BytesIO:
+    position, separator, contents = data.partition(b"\n")
+    if not separator:
+        raise ValueError("no position stands before the contents of a BytesIO")
+    value = io.BytesIO(contents)
+    value.seek(int(position, 16))
+    return value
+
+
 CODECS = (
     *(_path_codec(cls, elsewhere) for cls, elsewhere in _PATHS.items()),
     Codec("decimal.Decimal", Decimal, lambda value: str(value).encode(), lambda data: Decimal(data.decode("ascii"))),
     Codec("fractions.Fraction", Fraction, _encode_fraction, _decode_fraction),
     Codec("uuid.UUID", uuid.UUID, _encode_uuid, lambda data: uuid.UUID(bytes=data)),
+    Codec("io.BytesIO", io.BytesIO, _encode_bytes_io, _decode_bytes_io),
 )
