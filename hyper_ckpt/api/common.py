@@ -24,19 +24,21 @@ from hyper_ckpt.contracts.platform import (
     HostTensor,
     LocalShard,
     Platform,
+    Stager,
     TensorDescription,
     TensorParts,
     Tensors,
 )
 from hyper_ckpt.engine.in_flight import InFlight
 from hyper_ckpt.engine.shared_memory import SharedBuffers
+from hyper_ckpt.engine.stage import from_host
 from hyper_ckpt.engine.writer_process import WriterProcess
 from hyper_ckpt.errors import ManifestError, PlatformError, UnsupportedStateError
 from hyper_ckpt.layout import Boxes, MeshLayout, Shard
 from hyper_ckpt.manifest import Manifest
 from hyper_ckpt.options import DEFAULT_TIMEOUT
 from hyper_ckpt.registry import registry
-from hyper_ckpt.state import Node, PartsOf, decode_tree
+from hyper_ckpt.state import MakeTensor, Node, PartsOf, RawNode, decode_tree
 from hyper_ckpt.state.tree import KeyedNode
 from hyper_ckpt.state.walk import tensor_names
 
@@ -293,6 +295,16 @@ def form_of(tensors: Tensors) -> Callable[[Any], Form | None]:
         return "sharded" if isinstance(layout, Boxes) else None
 
     return form
+
+
+def tensor_maker(tensors: Tensors, stager: Stager) -> MakeTensor:
+    """Makes the tensors of payloads: numpy arrays of what were some, others as the platform has them."""
+
+    def make(node: RawNode) -> Any:
+        like = np.empty(0) if node.form == "array" else None
+        return from_host(tensors, stager, node.dtype, node.shape, node.v, like)
+
+    return make
 
 
 def parts_of_kind(tensors: Tensors) -> Callable[[type], PartsOf | None]:

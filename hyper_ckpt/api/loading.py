@@ -16,7 +16,16 @@ import numpy as np
 
 from hyper_ckpt import errors
 from hyper_ckpt.agreement import Operation, StoppedError, broadcast_bytes
-from hyper_ckpt.api.common import RememberedTensors, all_tensors, attempt, few, form_of, parts_of_kind, tensor_test
+from hyper_ckpt.api.common import (
+    RememberedTensors,
+    all_tensors,
+    attempt,
+    few,
+    form_of,
+    parts_of_kind,
+    tensor_maker,
+    tensor_test,
+)
 from hyper_ckpt.api.load_report import LoadReport
 from hyper_ckpt.api.load_warnings import tell
 from hyper_ckpt.api.matching import Match, Matcher, count_votes, refuse_unexpected
@@ -34,7 +43,6 @@ from hyper_ckpt.dtypes import dtype_of
 from hyper_ckpt.engine.cast import CastStager, CastTensors, host_memory, staging_bytes, uncast
 from hyper_ckpt.engine.load import Loader, LoadJob
 from hyper_ckpt.engine.overlaps import check_shared_memory
-from hyper_ckpt.engine.stage import from_host
 from hyper_ckpt.engine.stored import Stored
 from hyper_ckpt.engine.targets import Target
 from hyper_ckpt.errors import MissingFileError, UnsupportedStateError
@@ -385,13 +393,13 @@ class Loading:
 
     def _prepare_values(self, flat: FlatState, match: Match, stored: Stored) -> Restore:
         """Reads and decodes what is no tensor, and returns what sets it."""
-        stager, objects = self._call.platform.stager, self._call.platform.objects
+        objects = self._call.platform.objects
         return prepare_restore(
             flat,
             match.saved,
             payload=lambda name: self.payload(stored, name),
             blob=lambda name, node: self.blob(stored, name, node),
-            make_tensor=lambda dtype, shape, data: from_host(self._tensors, stager, dtype, shape, data),
+            make_tensor=tensor_maker(self._tensors, self._call.platform.stager),
             tensors=match.replaced,
             codecs=registry().codecs(),
             allow_pickle=self._call.options.allow_pickle,

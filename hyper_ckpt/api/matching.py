@@ -402,7 +402,10 @@ def raise_problems(problems: dict[str, list[str]], what: str) -> None:
 
 def _remedy(problems: Mapping[str, list[str]], what: str) -> str:
     if problems.keys() == {"unexpected"}:
-        return "Give the target a place for it, or load with strict=True"
+        return (
+            "Give the target a place for it, name it in LoadOptions(ignore=[...]) if that is meant, or load with "
+            "strict=True"
+        )
     if problems.keys() == {"dtype"}:
         return (
             "Make the target as it was saved, or convert what is loaded: LoadOptions(cast=True) does, between floats "

@@ -19,6 +19,7 @@ from hyper_ckpt.api.common import (
     resolve_id,
     resolve_platform,
     state_of,
+    tensor_maker,
 )
 from hyper_ckpt.api.load_warnings import ranks_text
 from hyper_ckpt.api.loading import MAX_ATTEMPTS, LoadCall, Loading
@@ -27,7 +28,6 @@ from hyper_ckpt.api.reporting import Reporter
 from hyper_ckpt.api.views import metadata_of
 from hyper_ckpt.contracts.placement import StorageReader
 from hyper_ckpt.contracts.platform import Platform, TensorDescription
-from hyper_ckpt.engine.stage import from_host
 from hyper_ckpt.engine.stored import Stored
 from hyper_ckpt.engine.workers import default_threads
 from hyper_ckpt.errors import ConflictError, MissingFileError, MissingKeyError
@@ -153,7 +153,7 @@ def _build(call: LoadCall, manifest: Manifest, keys: Sequence[str] | None, repor
             (p for rank in range(files.world_size) if (p := files.payload(rank, name)) is not None), None
         ),
         blob=lambda name, node: loading.blob(files, name, node),
-        make_tensor=lambda dtype, shape, data: from_host(tensors, chosen.stager, dtype, shape, data),
+        make_tensor=tensor_maker(tensors, chosen.stager),
         codecs=registry().codecs(),
         allow_pickle=call.options.allow_pickle,
     )

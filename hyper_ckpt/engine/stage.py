@@ -43,9 +43,11 @@ def to_host(tensors: Tensors, stager: Stager, value: Any) -> tuple[str, tuple[in
         stager.release(buffer)
 
 
-def from_host(tensors: Tensors, stager: Stager, dtype: str, shape: tuple[int, ...], data: bytes) -> Any:
-    """A new tensor of the platform holding row-major bytes."""
-    value = tensors.empty(TensorDescription(dtype, shape, Replicated()))
+def from_host(
+    tensors: Tensors, stager: Stager, dtype: str, shape: tuple[int, ...], data: bytes, like: Any = None
+) -> Any:
+    """A new tensor of the platform, or of the kind of `like`, holding row-major bytes."""
+    value = tensors.empty(TensorDescription(dtype, shape, Replicated()), like)
     (shard,) = tensors.local_shards(value)
     view = tensors.writable(shard)
     if view is not None:

@@ -16,7 +16,7 @@ from hyper_ckpt.state.groups import fit_groups, groups_advice
 from hyper_ckpt.state.merge import Conflict, Selection, Whose, merge, select
 from hyper_ckpt.state.names import escape_key, join, parse_key
 from hyper_ckpt.state.restore import Loaded, Restore, prepare_restore
-from hyper_ckpt.state.tree import MAX_DEPTH, BlobNode, Node, encode_tree
+from hyper_ckpt.state.tree import MAX_DEPTH, BlobNode, Node, RawNode, encode_tree
 from hyper_ckpt.state.variants import keep_variants, label_of, variants_of
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Node",
     "PartsOf",
     "Place",
+    "RawNode",
     "Restore",
     "Selection",
     "Substate",

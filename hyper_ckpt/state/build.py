@@ -62,8 +62,8 @@ from hyper_ckpt.values import PerRank
 MAX_COLLISIONS = 100
 """Items of one dict or set that may have the same hash. Of what is not made up two or three have."""
 
-MakeTensor = Callable[[str, tuple[int, ...], bytes], Any]
-"""A tensor of the name of its dtype, its shape, and its little-endian row-major bytes."""
+MakeTensor = Callable[[RawNode], Any]
+"""A tensor of a payload, as the platform that loads has it."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Builder:
     def raw(self, node: RawNode, name: str | None) -> Any:
         """A tensor inside a payload."""
         try:
-            return self._sources.make_tensor(node.dtype, node.shape, node.v)
+            return self._sources.make_tensor(node)
         except ValueError as error:
             raise ManifestError(f"{shown(name)}: a tensor of a payload is damaged: {error}") from error
 

@@ -86,9 +86,9 @@ class CodecTable:
             framework = next((f for base in type(value).__mro__ if (f := _framework(base))), None)
             if framework is not None:
                 raise UnsupportedTypeError(
-                    f"{shown(name)} is of type {cls}, and no platform here knows it. If it is a tensor, install "
-                    f"hyper-ckpt-{framework}, or see `hyper-ckpt plugins` for why it is not used; else convert it to "
-                    "plain values, or register a codec"
+                    f"{shown(name)} is of type {cls}, which the platform of this call does not know. If it is a "
+                    f"tensor, pass platform={framework!r}, or install hyper-ckpt-{framework}, or see `hyper-ckpt "
+                    "plugins` for why it is not used; else convert it to plain values, or register a codec"
                 )
             raise UnsupportedTypeError(
                 f"{shown(name)} is of type {cls}, which cannot be stored. Register a codec for it, give it state_dict "

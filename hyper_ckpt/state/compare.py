@@ -115,7 +115,8 @@ def _misfit(target: Node, saved: Node) -> str | None:
     if kind_of(target) != kind_of(saved):
         return _unlike(target, saved)
     if count_of(target) != count_of(saved):
-        return f"the target has {count_of(target)} items, the checkpoint {count_of(saved)}"
+        text = f"the target has {count_of(target)} items, the checkpoint {count_of(saved)}"
+        return f"{text}: an object with state_dict and load_state_dict takes any number"
     if isinstance(target, NamedTupleNode) and isinstance(saved, NamedTupleNode) and target.fields != saved.fields:
         return f"the target has the fields {', '.join(target.fields)}, the checkpoint {', '.join(saved.fields)}"
     return None

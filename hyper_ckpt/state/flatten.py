@@ -253,7 +253,7 @@ class _StateWalk(_Walk):
 
     def per_rank(self, value: PerRank, name: str | None) -> Node:
         if self._to_host is not None:
-            walk = _PayloadWalk(self._tests, self._to_host)
+            walk = _PayloadWalk(self._tests, self._to_host, self._form_of)
             self.payloads[_named(name)] = encode_tree(walk.node(value.value, name))
         return PerRankNode()
 
@@ -269,12 +269,12 @@ class _StateWalk(_Walk):
 class _PayloadWalk(_Walk):
     """Values inside a `PerRank`: tensors are stored by value."""
 
-    def __init__(self, tests: _Tests, to_host: ToHost) -> None:
+    def __init__(self, tests: _Tests, to_host: ToHost, form_of: Callable[[Any], Form | None]) -> None:
         super().__init__(tests)
-        self._to_host = to_host
+        self._to_host, self._form_of = to_host, form_of
 
     def tensor(self, value: Any, name: str | None) -> Node:
-        return RawNode(*self._to_host(value))
+        return RawNode(*self._to_host(value), "array" if self._form_of(value) == "array" else None)
 
     def per_rank(self, value: PerRank, name: str | None) -> Node:
         raise UnsupportedStateError(f"{shown(name)}: a PerRank inside a PerRank; drop the inner one")

@@ -36,12 +36,13 @@ class PerRankNode(Tagged, frozen=True, tag="per_rank"):
     """A value of each rank; its payload is stored under this place's name."""
 
 
-class RawNode(Tagged, frozen=True, tag="raw"):
-    """A tensor inside a payload: dtype name, shape, little-endian row-major bytes."""
+class RawNode(Tagged, frozen=True, omit_defaults=True, tag="raw"):
+    """A tensor inside a payload: dtype name, shape, little-endian row-major bytes. `form`: it was a numpy array."""
 
     dtype: str
     shape: tuple[Annotated[int, Meta(ge=0, le=2**63 - 1)], ...]
     v: bytes
+    form: Literal["array"] | None = None
 
 
 class BlobNode(Tagged, frozen=True, tag="blob"):

@@ -10,7 +10,17 @@ from typing import Any
 import numpy as np
 
 from hyper_ckpt.dtypes import dtype_of
-from hyper_ckpt.state import FlatState, decode_tree, encode_tree, flatten, merge, prepare_restore, rebuild, select
+from hyper_ckpt.state import (
+    FlatState,
+    RawNode,
+    decode_tree,
+    encode_tree,
+    flatten,
+    merge,
+    prepare_restore,
+    rebuild,
+    select,
+)
 from hyper_ckpt.values import PerRank
 
 
@@ -59,8 +69,8 @@ def to_host(value: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
     return value.dtype.name, value.shape, value.tobytes()
 
 
-def make_array(dtype: str, shape: tuple[int, ...], data: bytes) -> np.ndarray:
-    return np.frombuffer(data, dtype=dtype_of(dtype).carrier).reshape(shape).copy()
+def make_array(node: RawNode) -> np.ndarray:
+    return np.frombuffer(node.v, dtype=dtype_of(node.dtype).carrier).reshape(node.shape).copy()
 
 
 def save(state: dict, **options: Any) -> FlatState:

@@ -210,7 +210,7 @@ def test_the_text_says_what_stands_on_both_sides() -> None:
     texts = [each.text for each in compare(tree({"a": T, "l": [1]}), tree({"a": {}, "l": [1, 2]}))]
     assert texts == [
         "'a': the target has a tensor, the checkpoint a dict",
-        "'l': the target has 1 items, the checkpoint 2",
+        "'l': the target has 1 items, the checkpoint 2: an object with state_dict and load_state_dict takes any number",
     ]
 
 

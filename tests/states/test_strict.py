@@ -79,7 +79,7 @@ CASES: list[tuple[dict[str, Any], type[StateMismatchError], str]] = [
     ({"w": ShardedTensor([(np.zeros((2, 3), "f4"), (0, 0))], (2, 4))}, ShapeMismatchError, r"\(2, 4\)"),
     ({"w": np.zeros((2, 3), "i4")}, DtypeMismatchError, "'w' was saved as float32, the target is int32"),
     ({"w": np.zeros((2, 3), "f8")}, DtypeMismatchError, "float64"),
-    ({"list": [0, 0]}, ContainerMismatchError, "'list': the target has 2 items, the checkpoint 3"),
+    ({"list": [0, 0]}, ContainerMismatchError, "'list': the target has 2 items, the checkpoint 3: an object with"),
     ({"list": [0] * 4}, ContainerMismatchError, "'list'"),
     ({"list": (0, 0, 0)}, ContainerMismatchError, "'list': the target has a tuple, the checkpoint a list"),
     ({"list": {0: 1}}, ContainerMismatchError, "'list'"),

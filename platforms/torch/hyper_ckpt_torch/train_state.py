@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hyper_ckpt.contracts.objects import MissingTensor
-from hyper_ckpt.errors import UnsupportedStateError
+from hyper_ckpt.errors import TargetError, UnsupportedStateError
 from hyper_ckpt_torch.names import named_parameters, unwrapped
 from hyper_ckpt_torch.objects import check_optimizer, like_parameter, load_optimizer, weights_of
 
@@ -157,17 +157,45 @@ class _Fsdp1OptimizerState(OptimizerState):
         self._weights = get_model_state_dict(
             self._module
         )  # talks to the other ranks, which `make_state_tensor` must not
-        return {"state": {}, "param_groups": []}
+        return {"state": {}, "param_groups": self._groups()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if not state_dict["state"]:  # torch takes only what an optimizer has after a step
+            self.optimizer.state.clear()
+            for group, saved in zip(self.optimizer.param_groups, state_dict["param_groups"], strict=True):
+                group.update(_renamed(saved, lambda _: None) | {"params": group["params"]})
+            return
+        before = [dict(group) for group in self.optimizer.param_groups]
         set_optimizer_state_dict(self._module, self.optimizer, state_dict)
+        for group, own in zip(self.optimizer.param_groups, before, strict=True):
+            for key, value in own.items():  # torch drops the options of a group of which this rank has no parameters
+                group.setdefault(key, value)
 
     def check_state_dict(self, state: Any) -> None:
-        """What fits is known to torch alone."""
+        """Refuses another number of groups; what else fits is known to torch alone."""
+        saved, own = len(state["param_groups"]), len(self.optimizer.param_groups)
+        if saved != own:
+            raise TargetError(
+                f"the {type(self.optimizer).__qualname__} has {own} parameter groups, the checkpoint {saved}: make it "
+                "with the groups that were saved"
+            )
 
     def make_state_tensor(self, missing: MissingTensor) -> Tensor | None:
         weight = self._weights.get(missing.path[1]) if len(missing.path) > 2 else None
         return None if weight is None else like_parameter(weight, missing)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The groups by names; a flattened parameter has those of all that it was made of."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in named_parameters(self._module):
+            prefix, flat, _ = name.rpartition("_flat_param")
+            own = [prefix + each for each in parameter._fqns] if flat else [name]  # type: ignore[attr-defined]
+            names.setdefault(id(parameter), own)
+        return [
+            _renamed(group, lambda each: each)
+            | {"params": [name for parameter in group["params"] for name in names[id(parameter)]]}
+            for group in self.optimizer.param_groups
+        ]
 
 
 def _models(model: Any, prefix: str, named: list[tuple[str, nn.Module | Mapping[str, Tensor]]]) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -174,6 +175,28 @@ def test_loaders_and_samplers(tmp_path: Path) -> None:
         assert list(got) == [4, 5, 6, 7, 8, 9]
     assert raw(fresh["sampler"]) == {"epoch": 5, "done": 3}
     assert list(fresh["sampler"]) == list(sampler)
+
+
+class Mixed:
+    """Its state has numpy arrays beside tensors."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"positions": np.arange(3), "scale": np.array(2.5, np.float32), "weights": torch.ones(2)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state
+
+
+def test_numpy_arrays_in_a_per_rank_stay_numpy_arrays(tmp_path: Path) -> None:
+    hyper_ckpt.save({"w": torch.ones(1), "values": PerRank(Mixed().state_dict()), "object": PerRank(Mixed())}, tmp_path)
+    target = {"w": torch.zeros(1), "values": PerRank(None), "object": PerRank(Mixed())}
+    hyper_ckpt.load(target, tmp_path)
+    read = hyper_ckpt.read(tmp_path, platform="torch")
+    for found in (target["values"].value, target["object"].value.loaded, read["values"].value):
+        assert [type(each) for each in found.values()] == [np.ndarray, np.ndarray, torch.Tensor]
+        assert (found["positions"].dtype, found["positions"].tolist()) == (np.arange(3).dtype, [0, 1, 2])
+        assert (found["scale"].dtype, found["scale"].shape, float(found["scale"])) == (np.float32, (), 2.5)
+        assert torch.equal(found["weights"], torch.ones(2))
 
 
 def sharded(seed: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`TrainState`: a training as one state, by clean names, whatever wraps it; harmless where there is no checkpoint."""
 
 import hashlib
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -343,11 +344,11 @@ def test_fresh_objects_on_any_number_of_ranks(gloo: Gloo, tmp_path: Path, saved_
         assert results[0][2] == 3
 
 
-def fsdp1(seed: int) -> Any:
+def fsdp1(seed: int, flat: bool = False) -> Any:
     torch.manual_seed(seed)
     model = FullyShardedDataParallel(
         nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)),
-        use_orig_params=True,
+        use_orig_params=not flat,
         device_mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
         device_id=torch.device("cpu"),
     )
@@ -378,6 +379,55 @@ def with_fsdp1(rank: int, world_size: int, path: str) -> Any:
     train_fsdp1(first, 1)
     assert raw(TrainState(*first)) == raw(TrainState(*second)) == raw(TrainState(*third))
     return saved
+
+
+def fsdp1_before_a_step(rank: int, world_size: int, path: str) -> None:
+    warnings.simplefilter("ignore")  # FSDP1 calls what torch has deprecated
+    for flat in (False, True):
+        first, second = fsdp1(0, flat=flat), fsdp1(1, flat=flat)
+        first[1].param_groups[0]["lr"] = 0.25
+        hyper_ckpt.save(TrainState(*first), f"{path}-{flat}")
+        train_fsdp1(second, 1)
+        hyper_ckpt.load(TrainState(*second), f"{path}-{flat}", strict="exact")
+        assert not second[1].state
+        assert second[1].param_groups[0]["lr"] == 0.25
+        for parts in (first, second):
+            train_fsdp1(parts, 2)
+        assert raw(TrainState(*first)) == raw(TrainState(*second))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_fsdp1_before_its_first_step(gloo: Gloo, tmp_path: Path) -> None:
+    gloo(fsdp1_before_a_step, str(tmp_path / "c"), world_size=2)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    hyper_ckpt.load(TrainState(model, optimizer), tmp_path / "c-True", strict="exact")
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def fsdp1_with_an_empty_group(rank: int, world_size: int, path: str) -> None:
+    warnings.simplefilter("ignore")  # FSDP1 calls what torch has deprecated
+
+    def make(seed: int) -> Any:
+        model, _ = fsdp1(seed)
+        matrices = [each for each in model.parameters() if each.ndim > 1]
+        others = [each for each in model.parameters() if each.ndim < 2]  # FSDP1's parts of parameters: all of them
+        return model, torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others}])
+
+    first, second = make(0), make(1)
+    assert not first[1].param_groups[0]["params"]
+    train_fsdp1(first, 1)
+    hyper_ckpt.save(TrainState(*first), path)
+    hyper_ckpt.load(TrainState(*second), path)
+    assert all(group.keys() >= {"lr", "betas", "weight_decay"} for group in second[1].param_groups)
+    for parts in (first, second):
+        train_fsdp1(parts, 1)
+    assert raw(TrainState(*first))["model"] == raw(TrainState(*second))["model"]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_fsdp1_with_a_group_without_parameters(gloo: Gloo, tmp_path: Path) -> None:
+    gloo(fsdp1_with_an_empty_group, str(tmp_path / "c"), world_size=2)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
