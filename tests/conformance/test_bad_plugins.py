@@ -1,6 +1,7 @@
 """Every check notices a plugin that breaks its promise: a suite that passes everything proves nothing."""
 
 import importlib
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hyper_ckpt.testing.conformance.check import Check, run_checks
 from hyper_ckpt.testing.conformance.platform import PLATFORM_CHECKS, PlatformBench
 from hyper_ckpt.testing.conformance.store import STORE_CHECKS, run_on
 
-from ._bad_ranks import BAD_RANKS
+from ._bad_ranks import BAD_RANKS, Blocks
 from ._bad_stager import BAD_STAGERS
 from ._bad_stores import BAD_STORES
 from ._bad_tensors import BAD_TENSORS, MORE_BAD_TENSORS, Pair
@@ -48,7 +49,18 @@ def _named_probes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     registry().unregister("spec_probes")
 
 
-@pytest.mark.usefixtures("_named_probes")
+@pytest.fixture
+def _ranks_end() -> Iterator[None]:
+    """Ranks that a bad plugin keeps are threads of this process: none outlives its test."""
+    before = set(threading.enumerate())
+    yield
+    Blocks.over.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    Blocks.over.clear()
+
+
+@pytest.mark.usefixtures("_named_probes", "_ranks_end")
 @pytest.mark.parametrize(
     ("name", "pair"),
     [*BAD_PLATFORMS.items(), *MORE_BAD_TENSORS],

@@ -160,11 +160,16 @@ class Impostor:
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.address = Address("127.0.0.1", self.socket.getsockname()[1])
         self._says, self._hangs_up, self._open = says, then_hangs_up, list[socket.socket]()
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Ends it."""
-        for each in (self.socket, *self._open):
+        with contextlib.suppress(OSError):  # macOS: not connected
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept, which a close alone does not
+        self.socket.close()
+        self._thread.join(20)
+        for each in self._open:
             each.close()
 
     def _serve(self) -> None:
