@@ -127,10 +127,11 @@ class _Link:
                 frame = wire.frame(request(number))
             except ValueError as error:
                 raise PlatformError(str(error)) from error
-            if self._connection is None or self._connection.broken:
-                self._connection = Connection.open(self._address, deadline)
-            self._connection.send(number, frame, deadline)
-            return self._connection, number
+            connection = self._connection  # another thread may hang up at any time
+            if connection is None or connection.broken:
+                connection = self._connection = Connection.open(self._address, deadline)
+            connection.send(number, frame, deadline)
+            return connection, number
         finally:
             self._sending.release()
 

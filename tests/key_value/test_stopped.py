@@ -7,11 +7,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hyper_ckpt.errors import RankFailedError, RankTimeoutError
 from hyper_ckpt.key_value import Address, KeyValueClient, KeyValueServer
+from hyper_ckpt.key_value.connection import Connection
 
 SERVED = str(Path(__file__).with_name("_served.py"))
 
@@ -163,3 +165,22 @@ def test_children_do_not_keep_a_server_alive() -> None:
         os.close(write)
         os.close(read)
         os.waitpid(pid, 0)
+
+
+def test_a_client_that_hangs_up_while_a_call_sends(
+    process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the worst moment: the connection is there, and nothing has been sent."""
+    client = KeyValueClient(address_of(process), lambda: 20.0)
+    client.set("key", b"1")
+    send = Connection.send
+
+    def closed_before(self: Connection, *args: Any) -> None:
+        client.close()
+        send(self, *args)
+
+    monkeypatch.setattr(Connection, "send", closed_before)
+    with pytest.raises(RankFailedError):
+        client.get("key")
+    monkeypatch.undo()
+    assert client.get("key") == b"1"
