@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, SupportsIndex
 
 import msgspec
 
@@ -52,10 +52,9 @@ def check_metrics(value: object, metric: str) -> None:
 
 def step_number(step: object) -> int:
     """A step as a plain int; numpy's count, too."""
-    try:
-        number = operator.index(step)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise TypeError(f"step must be an integer from 0 on, not {_shown(step)}") from error
+    if isinstance(step, bool) or not isinstance(step, SupportsIndex):
+        raise TypeError(f"step must be an integer from 0 on, not {_shown(step)}")
+    number = operator.index(step)
     if not 0 <= number < 10**18:
         raise ValueError(f"a step is a number from 0 on, not {number}")
     return number

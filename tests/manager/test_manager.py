@@ -421,6 +421,8 @@ def test_calls_with_another_type(root: str) -> None:
     for call in (m.save, m.async_save):
         with pytest.raises(TypeError, match="step must be an integer from 0 on, not '11'"):
             call("11", state())
+        with pytest.raises(TypeError, match="step must be an integer from 0 on, not True"):
+            call(True, state())
         with pytest.raises(TypeError, match=r'metrics must be \{"val": 3\.0\}, not 3\.0'):
             call(11, state(), metrics=3.0)
     with pytest.raises(TypeError, match="step must be an integer"):

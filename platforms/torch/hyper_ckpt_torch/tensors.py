@@ -137,9 +137,12 @@ class TorchTensors(Tensors):
             return None
         form = _form(value.dtype, value.shape, value.stride())
         nbytes = form.dense_nbytes
-        if not nbytes or value.storage_offset() * form.carrier.itemsize + nbytes > value.untyped_storage().nbytes():
+        try:
+            if not nbytes or value.storage_offset() * form.carrier.itemsize + nbytes > value.untyped_storage().nbytes():
+                return None
+            return HostTensor(form.description, value.data_ptr(), nbytes)
+        except NotImplementedError:  # a transform's (vmap, grad) tensor, which has no memory of its own
             return None
-        return HostTensor(form.description, value.data_ptr(), nbytes)
 
     def cast(self, values: Carrier, dtype: str, to: str) -> Carrier:
         if to not in REALS | COMPLEX:  # there is but one way, and torch lacks it for some integers
@@ -335,8 +338,13 @@ def check_storable(tensor: torch.Tensor) -> None:
     Raises:
         UnsupportedStateError: says why.
     """
-    if _is_dense(tensor) and (tensor.is_meta or _lies_in_its_storage(tensor)):
-        return
+    try:
+        if _is_dense(tensor) and (tensor.is_meta or _lies_in_its_storage(tensor)):
+            return
+    except NotImplementedError as error:
+        raise UnsupportedStateError(
+            "a tensor inside a transform (torch.func.vmap, grad, ...) has no memory of its own: save and load outside it"
+        ) from error
     kind = type(tensor).__qualname__
     if torch.nn.parameter.is_lazy(tensor):
         raise UnsupportedStateError(f"a {kind} has no shape yet: run the module once before saving or loading")

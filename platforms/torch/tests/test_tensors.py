@@ -302,6 +302,17 @@ def test_deprecated_kinds_are_refused():
             TENSORS.describe(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout))
 
 
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad])
+def test_tensors_inside_a_transform_are_refused(transform):
+    def inside(tensor):
+        with pytest.raises(UnsupportedStateError, match="save and load outside it"):
+            TENSORS.describe(tensor)
+        assert TENSORS.plain(tensor) is None
+        return tensor.sum()
+
+    transform(inside)(torch.ones(3, 2))
+
+
 def test_other_values_are_not_tensors():
     assert [TENSORS.describe(value) for value in (1, None, [torch.ones(1)], np.ones(1))] == [None] * 4
 
