@@ -343,7 +343,7 @@ def check_storable(tensor: torch.Tensor) -> None:
             return
     except NotImplementedError as error:
         raise UnsupportedStateError(
-            "a tensor inside a transform (torch.func.vmap, grad, ...) has no memory of its own: save and load outside it"
+            "a tensor inside a transform (torch.func.vmap, grad) has no memory of its own: save and load outside it"
         ) from error
     kind = type(tensor).__qualname__
     if torch.nn.parameter.is_lazy(tensor):
