@@ -184,8 +184,8 @@ def parse_header(data: bytes, file_size: int) -> list[Entry]:
     metadata = _typed(members.pop(_METADATA, {}), dict[str, str])
     if _TORCH_SHARDS in metadata:
         raise UnsupportedLayoutError(
-            f"the file may hold shards of tensors, with no word of the whole: torch's HuggingFaceStorageWriter marks all "
-            f"its files so ({_TORCH_SHARDS}). Write whole tensors by consolidate_safetensors_files of "
+            "the file may hold shards of tensors, with no word of the whole: torch's HuggingFaceStorageWriter marks "
+            f"all its files so ({_TORCH_SHARDS}). Write whole tensors by consolidate_safetensors_files of "
             "torch.distributed.checkpoint, and read these"
         )
     stored = _typed(members, dict[str, _Stored])
