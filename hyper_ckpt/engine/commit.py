@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections import defaultdict
@@ -26,6 +27,8 @@ from hyper_ckpt.receipt import receipt_name
 from hyper_ckpt.storage.alone import find_alone
 from hyper_ckpt.storage.names import is_temporary
 from hyper_ckpt.storage.whole import read_record
+
+logger = logging.getLogger("hyper_ckpt")
 
 _OWN_FILE = re.compile(
     r"(?:receipts/)?rank-\d{5,}-([0-9a-f]{16})(?:-[A-Za-z0-9._-]+)?\.(?:safetensors|json)(?:\.tmp-[0-9a-f]+)?"
@@ -135,6 +138,10 @@ def publish(
             ) from error
         raise
     found = _found_after(store, previous, seconds)
+    if found is None and previous.etag is None and not previous.names:
+        # Nothing was replaced, so nothing is lost: e.g. retention of another manager of the run removed this step.
+        logger.warning("%s/%s was published, and another program has removed it since", store.url, MANIFEST_NAME)
+        return
     if found is None or found == previous.save_id:
         raise StoreError(
             f"{store.url}/{MANIFEST_NAME} was published, but is not there: another program removed it, or put the old "

@@ -254,3 +254,20 @@ def test_a_manifest_that_is_not_there_once_it_was_published(tmp_path: Path, gone
     assert files_in(path) == old - ({"manifest.json"} if gone else set())
     if not gone:
         assert_holds(path, 1)
+
+
+def test_a_new_checkpoint_that_another_program_removes_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As retention of another manager does with a step that is older than its own: the save was well."""
+    path = tmp_path / "ckpt"
+
+    class Removes(WrapperStore):
+        def publish(self, name: str, data: bytes, expect: Any, *, sync: bool) -> str:
+            etag = super().publish(name, data, expect, sync=sync)
+            if name == "manifest.json":
+                (path / name).unlink()
+            return etag
+
+    save(part(1), through(path, Removes), no_dist=True)
+    assert "another program has removed it since" in caplog.text
