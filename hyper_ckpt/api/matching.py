@@ -296,7 +296,7 @@ class Matcher:
     def _compare_tensors(self, match: Match, misfits: set[str]) -> None:
         """Wants those of equal shape and of equal dtype, or one to be cast, and notes the others."""
         tensors, saved = self._flat.tensors, self._manifest.tensors
-        both = {name: tensors[name] for name in sorted(tensors) if name in saved and not _is_below(name, misfits)}
+        both = {name: tensors[name] for name in sorted(tensors) if name in saved and not is_below(name, misfits)}
         rows, described = self._manifest.rows([*both]), describe_all(both, self._context)
         for (name, value), row, description in zip(both.items(), rows, described, strict=True):
             if description.shape == row.shape and description.dtype == row.dtype:
@@ -354,11 +354,6 @@ class Matcher:
                     f"{name!r} has no memory (it is on the meta device): give the object at {inside!r} memory first, "
                     "e.g. with to_empty(), or load into its state_dict() and assign that"
                 )
-
-
-def _is_below(name: str, misfits: Collection[str]) -> bool:
-    """Whether a name is one of those, or stands in what one of them names."""
-    return bool(misfits) and any(name == each or name.startswith(f"{each}/") for each in misfits)
 
 
 def _candidates(map_keys: KeyMap, name: str) -> list[str]:
